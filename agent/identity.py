@@ -92,6 +92,7 @@ def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -
         role, _ = split_replica(replica)
     except InvalidId as e:
         raise ClaimRejected(str(e)) from None
+    detail = detail_of(message)
     wanted = registration_secret(token, replica, rank, incarnation)
     if not hmac.compare_digest(wanted.encode(), secret.encode("utf-8", "replace")):
         raise ClaimRejected(f"wrong secret for {replica}:{rank}#{incarnation}")
@@ -101,7 +102,7 @@ def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -
         role=role,
         rank=rank,
         incarnation=incarnation,
-        job=detail_of(message).get("job", ""),
+        job=detail.get("rendezvous") or detail.get("job", ""),
     )
 
 

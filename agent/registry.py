@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
@@ -21,7 +22,7 @@ from rolecall.agent.identity import ClaimRejected, Registration, detail_of, prov
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock
-from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.ids import NodeId, ProcessId, replica_id
 from rolecall.core.rundir import write_atomically
 from rolecall.core.telemetry import UNCOUNTED, AgentEventKind
 
@@ -45,6 +46,7 @@ class Tracked:
     """State of one registered process. Owned by the registry; `page` is the last consistent one."""
 
     registration: Registration
+    claimed: tuple[str, int, int]  # replica, rank and incarnation as the process itself states them
     probe: ProcessProbe
     reader: PageReader | None
     page: PageState | None = None
@@ -96,15 +98,16 @@ class Registry:
             claim, detail = verified(peer_pid, message, self._node, self._token), detail_of(message)
             with self._lock:
                 known = self._tracked.get(claim.process)
+                claimed, claim = claim.slot, self._separated(claim, known)
                 if known is None:
-                    self._admit(claim, detail)
+                    self._admit(claim, detail, claimed)
                 elif known.registration.found:
                     self._forget(known)
-                    self._track(claim)  # its own claim replaces the rule's; its exit is already watched
+                    self._track(claim, claimed)  # its own claim replaces the rule's; its exit is already watched
                     self._announce(claim, {**detail, "was": known.registration.replica})
                 elif known.registration != claim:
                     self._others_in(claim)
-                    self._change(known, claim)
+                    self._change(known, claim, claimed)
         except ClaimRejected as e:
             self._refused(peer_pid, str(e))
             raise
@@ -119,12 +122,26 @@ class Registry:
             self._refused_at = now
         self._events.append(AgentEventKind.REFUSED, detail={"reason": reason, "pid": str(peer_pid)})
 
-    def _admit(self, claim: Registration, detail: dict[str, str]) -> None:
+    def _separated(self, claim: Registration, known: Tracked | None) -> Registration:
+        """The claim, under a number made of its job if a live process of another job has a rank of this replica. Two
+        jobs on one node both call their ranks `trainer/0`. A process keeps the name that it was given."""
+        if claim.incarnation != UNCOUNTED or not claim.job:
+            return claim
+        other_name = replace(claim, replica=replica_id(claim.role, job_number(claim.job)))
+        living = [t.registration for t in self._tracked.values() if t.exited_at is None]
+        if known is not None and not known.registration.found and known.claimed == claim.slot:
+            return replace(claim, replica=known.registration.replica)
+        if any(r.job == claim.job and r.replica == other_name.replica for r in living):
+            return other_name
+        others = {r.job for r in living if r.replica == claim.replica and r.process != claim.process}
+        return other_name if others - {claim.job, ""} else claim
+
+    def _admit(self, claim: Registration, detail: dict[str, str], claimed: tuple[str, int, int] | None = None) -> None:
         """Adds a process. Raises ClaimRejected: too many, its rank is taken, or it has ended."""
         if self.num_live() >= NUM_PROCESSES_MAX:
             raise ClaimRejected(f"{NUM_PROCESSES_MAX} processes are registered already")
         before = self._others_in(claim)
-        tracked = self._track(claim)
+        tracked = self._track(claim, claimed)
         try:
             self._watch(tracked)
         except WatchRefused as e:
@@ -210,7 +227,7 @@ class Registry:
             tracked.finish_reported = True
             self._events.append(AgentEventKind.FINISHED, **tracked.registration.facts(), detail={"reason": reason})
 
-    def _track(self, registration: Registration) -> Tracked:
+    def _track(self, registration: Registration, claimed: tuple[str, int, int] | None = None) -> Tracked:
         process = registration.process
         reader = None
         try:
@@ -219,7 +236,7 @@ class Registry:
         except OSError as e:
             logger.warning("%s has no state page: %s", registration.replica, e)
         probe = ProcessProbe(process.pid, proc=self._proc, cgroup_root=self._cgroup_root)
-        tracked = Tracked(registration=registration, probe=probe, reader=reader)
+        tracked = Tracked(registration=registration, claimed=claimed or registration.slot, probe=probe, reader=reader)
         self._tracked[process] = tracked
         return tracked
 
@@ -227,9 +244,9 @@ class Registry:
         process = tracked.registration.process
         self._exits.watch(process.pid, process.start_ticks, lambda status: self.ended(process, status))
 
-    def _change(self, tracked: Tracked, claim: Registration) -> None:
+    def _change(self, tracked: Tracked, claim: Registration, claimed: tuple[str, int, int]) -> None:
         before = tracked.registration
-        tracked.registration = claim
+        tracked.registration, tracked.claimed = claim, claimed
         self._announce(claim, {"was": before.replica, "was_incarnation": str(before.incarnation)})
 
     def _forget(self, tracked: Tracked) -> None:
@@ -310,7 +327,7 @@ class Registry:
             self.num_torn += 1
             return
         tracked.page, tracked.page_ok = page, True
-        if (page.replica, page.rank, page.incarnation) != tracked.registration.slot:
+        if (page.replica, page.rank, page.incarnation) != tracked.claimed:
             self._follow(tracked, page)
         if page.exception is not None:
             self._report_exception(tracked, page.exception.number, page.exception.detail())
@@ -321,12 +338,16 @@ class Registry:
         claim = proven(page, self._node, self._token)
         if claim is None:
             return
+        claimed, claim = claim.slot, self._separated(replace(claim, job=tracked.registration.job), tracked)
+        if claim == tracked.registration:  # adopted after a restart of the agent, under the name that it was given
+            tracked.claimed = claimed
+            return
         try:
             self._others_in(claim)
         except ClaimRejected as e:
             self._refused(page.pid, str(e))
             return
-        self._change(tracked, claim)
+        self._change(tracked, claim, claimed)
 
     def processes(self) -> tuple[Tracked, ...]:
         """Processes to sample: live ones, and dead ones for DEAD_SHOWN_SECONDS."""

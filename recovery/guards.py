@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
+from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
 
@@ -41,7 +42,9 @@ class Situation:
     ended: str | None = None  # why the run is over
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
-    without_process: frozenset[str] = frozenset()  # replicas of this incident of which no process is left
+    fates: Mapping[Suspect, tuple[Fate, str]] | None = None
+    """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
+    code_survives: bool = True  # in mode observe: a process whose code failed still runs
     channel: str = NO_CHANNEL
 
     @property
@@ -69,7 +72,8 @@ PASSED = GuardResult("", "all guards pass")
 def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     """The first guard that blocks, or PASSED. Mode `approve` passes: the caller requests approval."""
     if situation.observing:
-        because = f"mode is observe: rolecall only observes this job; it would {plan.intent}"
+        watched = plan.because.startswith(WATCHED)
+        because = plan.because if watched else f"mode is observe: rolecall only observes; it would {plan.intent}"
         attempt = incident.attempt
         needed = plan.action is not ActionKind.TOLERATE or (attempt is not None and attempt.page_oncall)
         return GuardResult(MODE, because, page_oncall=needed and not incident.requested_by_operator)

@@ -3,7 +3,7 @@ watch knows all of it. Pure, except what takes a journal.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
-      |        +- closed ---+           |          |        tolerated, self-recovered, ended, or rejected
+      |        +- closed ---+           |          |        tolerated, self recovered, ended, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
 
 In mode `observe` an incident stays planned, blocked by the mode, until its fault is over, whatever the plan is.
@@ -81,7 +81,7 @@ class IncidentOutcome(StrEnum):
     RESOLVED = "resolved"
     TOLERATED = "tolerated"  # no action is worth its cost
     SELF_RECOVERED = "self_recovered"  # the fault ended without an action of rolecall
-    ENDED = "ended"  # mode observe: the run, or the processes of the suspects, ended before the fault
+    ENDED = "ended"  # mode observe: the run, or the processes of the suspects, ended; others may have their ranks
     ESCALATED = "escalated"
 
 

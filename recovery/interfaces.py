@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
 from rolecall.core.journal.payloads import EvidenceCollected
 
 
@@ -24,8 +24,12 @@ class Detector(Protocol):
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether `replica` is seen to finish work at this or a later incarnation, and what was seen, as text."""
 
-    def ended(self, replica: str, node: str) -> bool:
-        """Whether no process of `replica`, diagnosed on `node`, is left; False while that cannot be seen."""
+    def fate(self, suspect: Suspect) -> tuple[Fate, str]:
+        """What became of the process that a diagnosis names (of its replica, where it names no process), and what was
+        seen."""
+
+    def survives(self, role: str, since: float) -> bool:
+        """Whether a process of `role` that ran at `since` (wall seconds) still runs."""
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this one are being replaced: their end is no fault."""

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
 from rolecall.core.errors import JournalError
+from rolecall.core.faults import Remedy
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.fleet_view import FleetView
@@ -142,15 +143,26 @@ class FaultTolerantDetector:
                 progress[replica] = (False, f"progress unknown ({type(e).__name__}: {e})")
         return progress
 
-    def without_process(self, incident: Incident) -> frozenset[str]:
-        """Replicas that the diagnosis names and of which no process is left."""
-        named = {s.replica: s.node for s in incident.diagnosis.suspects if s.replica}
+    def fates(self, incident: Incident) -> dict[Suspect, tuple[Fate, str]]:
+        """What became of each process that the diagnosis names. Empty while that is unknown."""
         try:
-            return frozenset(replica for replica, node in named.items() if self._detector.ended(replica, node))
+            return {s: self._detector.fate(s) for s in incident.diagnosis.suspects if s.replica}
+        except Exception:
+            # Deliberate: what is unknown has not ended.
+            logger.exception("the detector failed to tell what became of the processes")
+            return {}
+
+    def code_survives(self, incident: Incident) -> bool:
+        """Whether a process whose code failed still runs; True if the diagnosis is about no role."""
+        role = incident.diagnosis.role_at_fault
+        if not role or incident.diagnosis.fault_class.spec.remedy is not Remedy.STOP:
+            return True
+        try:
+            return self._detector.survives(role, incident.diagnosis.onset)
         except Exception:
             # Deliberate: what is unknown has not ended.
             logger.exception("the detector failed to tell which processes are left")
-            return frozenset()
+            return True
 
     def forget_replaced(self, fleet: FleetView) -> None:
         """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on

@@ -389,7 +389,8 @@ class Watch:
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
             progress=self._detector.progress(incident),
-            without_process=self._detector.without_process(incident) if observing else frozenset(),
+            fates=self._detector.fates(incident) if observing else None,
+            code_survives=not observing or self._detector.code_survives(incident),
             channel=self._notifier.channel,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.diagnosis import ActionKind, Fate, Plan
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
@@ -31,7 +31,7 @@ from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incide
 from rolecall.recovery.policy import PolicyInput, leaves_node
 
 CLEAR_SECONDS = 5.0
-"""Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self-recovered."""
+"""Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self recovered."""
 
 UNSEEN_SECONDS = 30.0
 """The same in mode observe for what makes no progress: a node, or a replica without processes. Longer than the pause
@@ -40,6 +40,8 @@ between two answers of an agent in a large fleet, and than a launcher takes to r
 K, S = EventKind, IncidentState
 BY_WATCH = "watch"
 """`by` of an automatic quarantine."""
+UPDATE_TOPIC = "update"
+"""Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -217,8 +219,18 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
     if verdict.guard not in attempt.held_by:
         blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
         return _about(incident, attempt, f"held:{verdict.guard}", blocked)
+    if not verdict.page_oncall:
+        return None
     because = f"{incident.diagnosis.because}; {verdict.because}"
-    return _page_oncall(incident, verdict.guard, because, situation) if verdict.page_oncall else None
+    # Nobody acts on a job that rolecall only observes but the one who was paged: what was found since is for them.
+    known_better = situation.observing and verdict.guard in incident.page_topics and _decided_since(incident)
+    return _page_oncall(incident, UPDATE_TOPIC if known_better else verdict.guard, because, situation)
+
+
+def _decided_since(incident: Incident) -> bool:
+    """Whether the newest diagnosis names another fault or other processes than the first."""
+    first, newest = incident.first_diagnosis, incident.diagnosis
+    return (first.fault_class, first.suspects) != (newest.fault_class, newest.suspects)
 
 
 def _rejected(incident: Incident, attempt: Attempt, situation: Situation) -> Append:
@@ -278,11 +290,16 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
     """How and why the fault ended without an action; None while it has not, or that is unknown."""
     root_cause = superseded(incident, situation.incidents)
     if root_cause:
-        return IncidentOutcome.SELF_RECOVERED, f"caused by {root_cause}: the job's own code failed"
+        outcome = IncidentOutcome.ENDED if situation.observing else IncidentOutcome.SELF_RECOVERED
+        return outcome, f"caused by {root_cause}: the job's own code failed"
     clear = situation.absent_seconds >= CLEAR_SECONDS
     unseen = situation.absent_seconds >= (UNSEEN_SECONDS if situation.observing else CLEAR_SECONDS)
     if not incident.diagnosis.suspects:
-        return (IncidentOutcome.SELF_RECOVERED, "no longer diagnosed") if unseen else None
+        if not unseen:
+            return None
+        if not situation.code_survives:
+            return IncidentOutcome.ENDED, "the processes whose code failed have ended"
+        return IncidentOutcome.SELF_RECOVERED, "no longer diagnosed"
     # A retry concerns the incarnation that our own attempt started, not the one first named.
     current = {**incident.named, **incident.touched}
     outcome, reasons = IncidentOutcome.SELF_RECOVERED, []
@@ -294,15 +311,19 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
                 return None
             reasons.append(f"{suspect.replica}#{view.incarnation} replaced it and is serving")
             continue
-        moves, seen = situation.progress.get(suspect.replica, (False, ""))
+        if situation.fates is not None:
+            fate, seen = situation.fates.get(suspect, (Fate.UNKNOWN, ""))
+        else:
+            moves, seen = situation.progress.get(suspect.replica, (False, ""))
+            fate = Fate.WORKS if moves else Fate.UNKNOWN
         if incident.requested_by_operator:
             return None
         if not suspect.replica and unseen:
             reasons.append(f"{suspect.node}: no longer diagnosed")
-        elif suspect.replica in situation.without_process and unseen:
+        elif suspect.replica and fate is Fate.ENDED and unseen:
             outcome = IncidentOutcome.ENDED
-            reasons.append(f"no process of {suspect.replica} is left")
-        elif suspect.replica and moves and clear:
+            reasons.append(seen)
+        elif suspect.replica and fate is Fate.WORKS and clear:
             reasons.append(seen)
         else:
             return None

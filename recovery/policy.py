@@ -8,6 +8,8 @@ The row of the fault's class in `core.faults.FAULTS` names the remedy:
     stop      stop the job, evict nothing: the same code would fail again anywhere
     page      no action; page on-call
 
+Where nothing can act (a job that rolecall only watches), the plan is what the engineer can do (advice.py).
+
 Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
 collapse only pages on-call, whatever its class.
 
@@ -27,6 +29,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId
 from rolecall.core.text import in_words
+from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.fleet_view import DEAD, FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
@@ -78,8 +81,8 @@ class PolicyInput:
 
     @property
     def performable(self) -> frozenset[ActionKind]:
-        """What a plan may contain. An actuator that supports nothing only observes; its plans say what another one
-        would do."""
+        """What a plan may contain. For a job that is only watched: all, which tells whether the fault is worth a
+        call."""
         return self.supports or frozenset(ActionKind)
 
     @property
@@ -156,6 +159,15 @@ def question(
 
 def decide(facts: PolicyInput) -> PolicyDecision:
     """The plan for a diagnosis, with its reason."""
+    decision = _of_class(facts)
+    if facts.supports:
+        return decision
+    # Nothing can act on this job. What is worth an action is worth a call, with what the engineer can do.
+    needed = decision.page_oncall or decision.plan.action is not ActionKind.TOLERATE
+    return _nothing(facts, f"{WATCHED}: {what_to_do(facts.diagnosis)}", page=needed)
+
+
+def _of_class(facts: PolicyInput) -> PolicyDecision:
     diagnosis = facts.diagnosis
     if COLLAPSE in diagnosis.detectors:
         because = f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job"

@@ -21,6 +21,11 @@ _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
     ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"),
 )
+_RENDEZVOUS = {
+    "torchrun": (("MASTER_ADDR", "MASTER_PORT"), ":"),
+    "srun": (("SLURM_JOB_ID", "SLURM_STEP_ID"), "."),
+}
+"""Variables whose values tell a job from others on its nodes; the agent's rules (discovery.py) use the same text."""
 _RAY_JOB = "RAY_JOB_ID"
 _UNNAMED = ("", "none", "default")
 """What torchrun writes as run id and as role when none is given."""
@@ -36,6 +41,7 @@ class LaunchedProcess:
     rank: int
     launcher: str = ""
     run_id: str = ""
+    rendezvous: str = ""  # the same in all ranks of the job, and in no other job on its nodes; empty: unknown
     world_size: int | None = None
     local_rank: int | None = None
 
@@ -44,6 +50,7 @@ class LaunchedProcess:
         known = {
             "launcher": self.launcher,
             "job": self.run_id,
+            "rendezvous": self.rendezvous,
             "world_size": self.world_size,
             "local_rank": self.local_rank,
         }
@@ -85,11 +92,14 @@ def launched_process(
     replica = replica or environ.get("ROLECALL_REPLICA") or f"{role}/0"
     split_replica(replica)
     found_run = environ.get(job, "")
+    variables, between = _RENDEZVOUS.get(name, ((), ""))
+    values = [environ.get(variable, "") for variable in variables]
     return LaunchedProcess(
         replica=replica,
         rank=rank,
         launcher=name,
         run_id=run_id if run_id is not None else "" if found_run in _UNNAMED else found_run,
+        rendezvous=between.join(values) if all(values) else "",
         world_size=_number(environ, size) if world_size is None else world_size,
         local_rank=_number(environ, local) if local_rank is None else local_rank,
     )

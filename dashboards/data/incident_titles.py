@@ -12,6 +12,7 @@ from enum import StrEnum
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import in_words, node_text, plain
 from rolecall.dashboards.data.progress import Bucket
+from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.incidents import Incident
 
 F = FaultClass
@@ -86,6 +87,10 @@ def step_at(curve: Sequence[Bucket], at: float) -> int | None:
 
 
 def would_do(incident: Incident) -> str:
-    """What rolecall would do if it were allowed to act, from the newest plan; empty without one."""
+    """What rolecall would do if it were allowed to act, from the newest plan; what the engineer can do where rolecall
+    only watches; empty without a plan."""
     attempt = incident.attempt
-    return "" if attempt is None else f"rolecall would {attempt.plan.intent}"
+    if attempt is None:
+        return ""
+    watched = attempt.plan.because.startswith(WATCHED)
+    return attempt.plan.because if watched else f"rolecall would {attempt.plan.intent}"

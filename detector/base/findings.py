@@ -21,6 +21,8 @@ PANEL = "panel:"
 WRONG_NUMBERS_ONCE, WRONG_NUMBERS = "wrong_numbers_once", "wrong_numbers"
 """Detectors of microbatches with numbers that are not finite, or not those of another replica: of a single one; and of
 several of one process, or of data and code."""
+NOT_FINITE = "not_finite"
+"""Detector of NaN and infinite training values of a job that rolecall did not start."""
 COLLAPSE = "collapse"
 """Detector of policy collapse: its findings concern the run, not a machine."""
 

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import PANEL
@@ -27,6 +27,7 @@ from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.not_finite import NotFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.slow import SlowStage
@@ -39,6 +40,7 @@ Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (
     UserCodeStage,
     WrongNumbersStage,
+    NotFiniteStage,
     CrashStage,
     UninstrumentedStage,
     StallStage,
@@ -134,12 +136,10 @@ class LiveDetector:
             if missing:
                 return False, f"{s.name()}: {missing}"
         lead = min(ranks, key=lambda s: s.worked)
-        if not lead.reports:
-            return True, f"{lead.name()} runs; it does not report progress"
-        work = f"{counted(lead.worked, 'unit')} of work"
-        if len(ranks) > 1:
+        if lead.reports and len(ranks) > 1:
+            work = f"{counted(lead.worked, 'unit')} of work"
             return True, f"each of the {len(ranks)} ranks of {replica} has finished at least {work}"
-        return True, f"{lead.name()} has finished {work} and is in phase {lead.phase}"
+        return True, _progress_of(lead)
 
     def _missing(self, subject: MonitoredProcess) -> str:
         """Reason why this process is not healthy; empty if it is."""
@@ -166,12 +166,38 @@ class LiveDetector:
             return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
 
-    def ended(self, replica: str, node: str) -> bool:
-        """Whether no process of `replica`, diagnosed on `node`, is left. False while its agent does not answer."""
-        here = self._fleet.roster.of_replica(replica).values()
-        if {node, *(s.node for s in here)} & {silent for silent, _, _ in self._fleet.unreachable}:
-            return False
-        return all(s.gone or self._now - s.seen_wall > VANISHED_SECONDS for s in here)
+    def fate(self, suspect: Suspect) -> tuple[Fate, str]:
+        """What became of the process that a diagnosis
+        names, or of its replica. Another process with the same rank is not that process. Unknown while an agent does
+        not answer."""
+        replica, process = suspect.replica, suspect.process
+        here = list(self._fleet.roster.of_replica(replica).values())
+        if {suspect.node, *(s.node for s in here)} & {silent for silent, _, _ in self._fleet.unreachable}:
+            return Fate.UNKNOWN, f"the agent of {suspect.node} does not answer"
+        if process is None or suspect.rank is None:
+            if all(self._is_over(s) for s in here):
+                return Fate.ENDED, f"no process of {replica} is left"
+            works, seen = self.progressing(replica, suspect.incarnation or 0)
+            return Fate.WORKS if works else Fate.UNKNOWN, seen
+        subject = next((s for s in here if s.process == process), None)
+        if subject is None or self._is_over(subject):
+            newer = next((s for s in here if s.rank == suspect.rank and s.process != process and not s.gone), None)
+            place = f"; {newer.name()} has its rank now" if newer is not None else ""
+            return Fate.ENDED, f"{replica} rank {suspect.rank} (pid {process.pid}) on {suspect.node} has ended{place}"
+        missing = self._missing(subject)
+        if missing:
+            return Fate.UNKNOWN, f"{subject.name()}: {missing}"
+        return Fate.WORKS, _progress_of(subject)
+
+    def _is_over(self, subject: MonitoredProcess) -> bool:
+        return subject.gone or self._now - subject.seen_wall > VANISHED_SECONDS
+
+    def survives(self, role: str, since: float) -> bool:
+        """Whether a process of `role` that ran at `since` (wall seconds) still runs, or may: an agent is silent."""
+        if self._fleet.unreachable:
+            return True
+        of_role = self._fleet.roster.of_role(role).values()
+        return any(s.first_wall <= since and not self._is_over(s) for s in of_role)
 
     def processes(self) -> list[MonitoredProcess]:
         """All monitored processes, newest incarnations only."""
@@ -261,3 +287,9 @@ class LiveDetector:
         self._suppressed_wall = decode(state["suppressed_wall"])
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._now = state["now"]
+
+
+def _progress_of(subject: MonitoredProcess) -> str:
+    if not subject.reports:
+        return f"{subject.name()} runs; it does not report progress"
+    return f"{subject.name()} has finished {counted(subject.worked, 'unit')} of work and is in phase {subject.phase}"

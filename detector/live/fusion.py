@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass, SuppressionScope
-from rolecall.detector.base.findings import ADVISES, COLLAPSE, GAIN, OF_GPU, PANEL, SETTLE, settles
+from rolecall.detector.base.findings import ADVISES, COLLAPSE, GAIN, NOT_FINITE, OF_GPU, PANEL, SETTLE, settles
 
 ADVICE_ON_PANELS = "inspect it; nothing is replaced for this alone"
 
@@ -79,7 +79,7 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector == COLLAPSE:
+    if finding.detector in (COLLAPSE, NOT_FINITE):
         return "; ".join(own)  # on-call decides whether to stop the run
     usual = finding.fault_class.spec.advice
     # It is already there if a diagnosis is replayed (detector/sources/agent_event_files.py).

@@ -21,7 +21,14 @@ from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
+from rolecall.detector.live.monitored_process import (
+    Key,
+    MonitoredProcess,
+    NotFinite,
+    ProgressClocks,
+    ProgressGaps,
+    SlowMeter,
+)
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
@@ -32,8 +39,8 @@ from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
 PLAIN: dict[str, type] = {
     c.__name__: c
     for c in (
-        *(CollapseWatch, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, PanelFault, ProcessId),
-        *(ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState, StalledCommunicator),
+        *(CollapseWatch, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, NotFinite, PanelFault),
+        *(ProcessId, ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState, StalledCommunicator),
     )
 }
 """Encoded field by field; derived fields (`init=False`) are recomputed."""

@@ -10,9 +10,10 @@ effective time between two advances of progress. Only completed gaps are learned
 standing finding: faulty behaviour must not enter the baseline.
 """
 
+import math
 from collections import deque
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from rolecall.core.config.job import DetectorConfig
@@ -143,6 +144,39 @@ class ProgressClocks:
         self.wall, self.effective, self.cpu = wall, wall, 0.0
 
 
+TRAINING_VALUES = ("loss", "grad_norm", "reward")
+NOT_FINITE_SECONDS = 60.0
+"""After this long with finite values the next NaN is a new fault."""
+
+
+@dataclass(slots=True)
+class NotFinite:
+    """NaN and infinite training values that a process reported since the first of them. Times are wall seconds."""
+
+    count: int = 0
+    since: float = 0.0
+    newest: float = 0.0
+    step: int = -1  # at the first
+    values: dict[str, str] = field(default_factory=dict)  # name -> NaN or infinite; those that can be told
+    lasting_since: float = 0.0  # each sample since then has one; 0: the newest has none
+
+    def advance(self, previous: ProcessSample, sample: ProcessSample, now: float) -> None:
+        new = sample.unfinite - previous.unfinite
+        if new > 0:
+            if now - self.newest > NOT_FINITE_SECONDS:
+                self.count, self.since, self.step, self.values = 0, now, sample.step, {}
+            self.count, self.newest = self.count + new, now
+        # A value that was never reported is NaN, too.
+        turned = (n for n in TRAINING_VALUES if math.isnan(getattr(sample, n)) and not math.isnan(getattr(previous, n)))
+        endless = {n: "infinite" for n in TRAINING_VALUES if math.isinf(getattr(sample, n))}
+        if new > 0:
+            self.values |= dict.fromkeys(turned, "NaN") | endless
+        is_now = bool(endless) or any(math.isnan(getattr(sample, n)) for n in self.values)
+        if not self.values:  # it was NaN before the watch began
+            is_now = new > 0
+        self.lasting_since = (self.lasting_since or now) if is_now else 0.0
+
+
 @dataclass(slots=True)
 class SlowMeter:
     """State of the slow test of one subject (see detector/live/stages/slow.py)."""
@@ -178,6 +212,7 @@ class MonitoredProcess:
     node: str
     process: ProcessId | None
     seen_wall: float  # time of the last sample or event
+    first_wall: float = 0.0  # time of its registration, or of what was first seen of it
     sample: ProcessSample | None = None
     stall: ProgressClocks = field(default_factory=ProgressClocks)
     beat: ProgressClocks = field(default_factory=ProgressClocks)
@@ -199,6 +234,7 @@ class MonitoredProcess:
     closed_wall: float = 0.0  # 0: current; else time when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # watcher's wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
+    not_finite: NotFinite = field(default_factory=NotFinite)
     sample_seconds: float = 0.0  # usual time between two samples
     key: Key = field(init=False)
 
@@ -211,6 +247,7 @@ class MonitoredProcess:
         other.stall, other.beat = copy(self.stall), copy(self.beat)
         other.halted, other.starved = copy(self.halted), copy(self.starved)
         other.phases_done, other.rests = set(self.phases_done), dict(self.rests)
+        other.not_finite = replace(self.not_finite, values=dict(self.not_finite.values))
         other.slow = copy(self.slow)
         other.slow.pending = self.slow.pending.copy()
         return other
@@ -248,9 +285,16 @@ class MonitoredProcess:
 
     def name(self) -> str:
         pid = f", pid {self.process.pid}" if self.process else ""
-        rank = f" rank {self.rank}" if self.rank else ""
+        rank = f" rank {self.rank}" if self.rank or self.incarnation == UNCOUNTED else ""
         incarnation = "" if self.incarnation == UNCOUNTED else f", incarnation {self.incarnation}"
         return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
+
+
+def phase_text(phase: str, step: int) -> str:
+    """`compute of step 80`; `step 80` in a job that names no phases."""
+    if step < 0:
+        return phase
+    return f"step {step}" if phase == Phase.STEP else f"{phase} of step {step}"
 
 
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
@@ -276,6 +320,8 @@ def advance(
     if not is_instrumented(sample):
         _advance_unpaged(subject, previous, sample)
         return
+    if sample.unfinite:
+        subject.not_finite.advance(previous, sample, now)
     counted = min(sample.at - previous.at, _gap_seconds_max(subject))
     subject.sample_seconds += (
         min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX) - subject.sample_seconds

@@ -16,7 +16,8 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, is_instrumented
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented
+from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
@@ -100,14 +101,14 @@ EXCEPTIONS_MAX = 256
 """Exception reports kept for the user-code rule."""
 CLOSED_SECONDS = 120.0
 """Retention of a past incarnation after its successor registered or it was forgotten."""
-UNPAGED_GONE_SECONDS = 900.0
-"""How long the exit of an uninstrumented process is reported unless it is replaced."""
+UNCOUNTED_GONE_SECONDS = 900.0
+"""How long the exit of a process that rolecall did not start is reported unless it is replaced."""
 DEAD_SAMPLE_SECONDS = 1.0
 """How long to wait for the exit event after a sample reports a process as dead: the event has the announced exit or the
 signal. After that the sample alone counts."""
 OLD_EVENT_SECONDS = 900.0
 """Older events of processes without samples are ignored: a starting watcher receives all events retained by its agents,
-up to days of them. Equal to the time for which an exit is reported (`UNPAGED_GONE_SECONDS`)."""
+up to days of them. Equal to the time for which an exit is reported (`UNCOUNTED_GONE_SECONDS`)."""
 OFFSET_STEP_SECONDS = 5.0
 """An increase of the measured offset by this much means that a clock was set. If only one response was late, the next
 one corrects it."""
@@ -139,6 +140,7 @@ class MonitoredProcesses:
     walls: dict[str, float] = field(default_factory=dict)  # node -> its wall clock in the newest response
     oom_kills: dict[str, int] = field(default_factory=dict)
     oom_wall: dict[str, float] = field(default_factory=dict)
+    began_wall: float = 0.0  # time of the first observation
     changed_wall: float = 0.0  # last change of the set of processes
     gaps: ProgressGaps = field(default_factory=ProgressGaps)
     quiet: set[Key] = field(default_factory=set)  # learning is suspended for these
@@ -189,6 +191,7 @@ class MonitoredProcesses:
 
     def ingest(self, observation: Observation) -> None:
         now = observation.wall_at
+        self.began_wall = self.began_wall or now
         self.unreachable = observation.unreachable
         self.sampled = []
         for node in observation.left:
@@ -213,6 +216,23 @@ class MonitoredProcesses:
         """Closes older incarnations: their exits are expected, their findings end."""
         self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
         self._close_older(replica, below_incarnation, now)
+
+    def wall_of(self, event: AgentEvent) -> float:
+        """When it happened, by the watcher's clock."""
+        return event.wall_at + self.offsets.get(event.node, 0.0)
+
+    def is_past(self, event: AgentEvent) -> bool:
+        """Whether it happened before this watch began, in a job of which nothing is left."""
+        at = self.wall_of(event)
+        if event.incarnation != UNCOUNTED or at >= self.began_wall:
+            return False
+        return not any(not s.gone and s.first_wall <= at for s in self.roster.of_replica(event.replica).values())
+
+    def is_succeeded(self, event: AgentEvent) -> bool:
+        """Whether another process now has the rank that the event is about."""
+        return event.process is not None and self._is_succeeded(
+            (event.replica, event.rank, event.incarnation), event.process
+        )
 
     def age(self, event: AgentEvent) -> float:
         """Seconds since it was written, by its node's clock; 0 if unknown."""
@@ -289,7 +309,10 @@ class MonitoredProcesses:
         if len(self.subjects) >= SUBJECTS_MAX:
             return None
         node = str(process.node) if process else ""
-        subject = MonitoredProcess(of.replica, of.role, of.rank, of.incarnation, node, process, seen_wall=now)
+        first = self.wall_of(of) if isinstance(of, AgentEvent) else now
+        subject = MonitoredProcess(
+            of.replica, of.role, of.rank, of.incarnation, node, process, seen_wall=now, first_wall=min(first, now)
+        )
         self.newest[of.replica] = of.incarnation
         self._close_older(of.replica, of.incarnation, now)
         if process is not None:
@@ -330,6 +353,8 @@ class MonitoredProcesses:
             return
         self.changes(subject)
         subject.seen_wall = now
+        if event.kind == AgentEventKind.REGISTERED and event.process == subject.process:
+            subject.first_wall = min(subject.first_wall, self.wall_of(event))
         if event.kind == AgentEventKind.FINISHED:
             subject.finished = True
         elif event.kind == AgentEventKind.EXITED and subject.exit_event is None:
@@ -360,7 +385,7 @@ class MonitoredProcesses:
             if now - subject.dead_wall >= DEAD_SAMPLE_SECONDS:
                 self._lost(subject, now)
         for subject in list(self.roster.gone.values()):
-            if not subject.reports and now - subject.exit_wall >= UNPAGED_GONE_SECONDS:
+            if subject.incarnation == UNCOUNTED and now - subject.exit_wall >= UNCOUNTED_GONE_SECONDS:
                 self._close(subject, now)  # no event reports its replacement
         old = [subject for subject in self._closed.values() if now - subject.closed_wall > CLOSED_SECONDS]
         for subject in old:
@@ -376,7 +401,17 @@ def waiting(subjects: Sequence[MonitoredProcess]) -> str:
 
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:
-    return ", ".join(sorted(s.replica for s in subjects))
+    """`trainer/0 ranks 0-3, trainer/1`."""
+    ranks: dict[str, list[int]] = {}
+    for s in subjects:
+        ranks.setdefault(s.replica, []).append(s.rank)
+    return ", ".join(f"{replica}{_ranks(numbers)}" for replica, numbers in sorted(ranks.items()))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) > 1:
+        return f" ranks {spans(numbers)}"
+    return f" rank {numbers[0]}" if numbers[0] else ""
 
 
 def suspect(subject: MonitoredProcess) -> Suspect:

@@ -15,6 +15,7 @@ from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators import STOP_FLAG
+from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
@@ -128,6 +129,7 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
     took = durations(incident, now)
     attempt, review, broken = incident.attempt, incident.review, projection.broken.get(incident.incident_id)
     observed = attempt is not None and MODE in attempt.held_by and incident.state is IncidentState.PLANNED
+    watched = attempt is not None and attempt.plan.because.startswith(WATCHED)
     return {
         "incident_id": incident.incident_id,
         "state": str(incident.state),
@@ -138,7 +140,8 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
         "durations": {**asdict(took), "text": took.words},
         "action": str(attempt.plan.action) if attempt else None,
         "plan": attempt.plan.to_dict() if attempt else None,
-        "would": attempt.plan.intent if attempt and observed else None,
+        "would": attempt.plan.intent if attempt and observed and not watched else None,
+        "to_do": attempt.plan.because.removeprefix(f"{WATCHED}: ") if attempt and watched else None,
         "num_attempts": len(incident.attempts),
         "held_by": sorted(attempt.held_by) if attempt else [],
         "expires_at": attempt.expires_at if attempt else None,

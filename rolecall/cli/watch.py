@@ -145,6 +145,7 @@ def watch_run(
     name="agents",
     epilog=examples(
         "rolecall watch agents http://node-1:9477,http://node-2:9477 --id my-job",
+        "rolecall watch agents nodes.yaml --id my-job --job 4711    # of several jobs on these nodes",
         "rolecall watch agents nodes.yaml --webhook https://alerts.example/hook",
     ),
 )
@@ -158,6 +159,14 @@ def watch_agents(
         ),
     ],
     run_id: Annotated[str, typer.Option("--id", help="Name of the run directory (default: watch-<time>).")] = "",
+    job: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            help="Of several jobs on these nodes only this: its run id (torchrun --rdzv-id, Slurm job id) or "
+            "MASTER_ADDR:MASTER_PORT.",
+        ),
+    ] = "",
     webhook: Annotated[
         str,
         typer.Option(
@@ -198,7 +207,7 @@ def watch_agents(
     nodes = ", ".join(list(found)[:NODES_SHOWN_MAX]) + (", ..." if len(found) > NODES_SHOWN_MAX else "")
     progress(f"watching {counted(len(found), 'node')} ({nodes}); incidents: rolecall incidents --run {run.shell_name}")
     with _display(as_json, JobLines(out), JobScreen) as display:
-        return start(run, seconds, header, file.urls if file else None, endpoint, show=display.show)
+        return start(run, seconds, header, file.urls if file else None, endpoint, show=display.show, only_job=job)
 
 
 @watch.command(

@@ -28,6 +28,14 @@ class ActionKind(StrEnum):
     STOP_JOB = "stop_job"
 
 
+class Fate(StrEnum):
+    """What became of a process."""
+
+    WORKS = "works"
+    ENDED = "ended"
+    UNKNOWN = "unknown"  # it does not work, or cannot be seen
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
     """Subject of a finding, as exactly as the evidence allows: undetermined fields stay empty."""

@@ -1,6 +1,7 @@
 """Sanitization of untrusted text: names, reasons and log lines may contain terminal or browser control sequences."""
 
 import html
+from collections.abc import Iterable
 from datetime import UTC, datetime
 
 DATES_FROM_SECONDS = 1e8
@@ -51,6 +52,17 @@ def iso_utc(at: float) -> str:
 def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 finding`, `2 findings`, `1,024 processes`; `plural` where the noun does not simply take an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-3,7`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number <= found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def os_reason(error: BaseException) -> str:

@@ -166,8 +166,9 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
 
     for incident in found:
         outcome = incident["outcome"]
-        would = incident.get("would")
-        state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or ("open" if would else incident["state"]))
+        would, to_do = incident.get("would"), incident.get("to_do")
+        current = "open" if would or to_do else incident["state"]
+        state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or current)
         style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
         because = incident["set_aside"] or incident["because"]
         parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
@@ -177,6 +178,10 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
             add((durations["text"], SOFT))
         if would:
             add(("only observed", WARN), f": in mode act rolecall would {would}")
+        if to_do and outcome is None:
+            add(("what to do", WARN), f": {to_do}")
+        elif to_do:
+            add((f"rolecall took no action; closed: {incident['closed_because']}", SOFT))
         if incident["plan"] and MODE not in incident["held_by"]:
             blocked = incident["held_by"] and outcome is None
             held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
@@ -191,7 +196,7 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
             add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
         if incident["oncall_paged"] and outcome is None:
             # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
-            rest = "" if would else incident["page_reason"].removeprefix(because).removeprefix("; ")
+            rest = "" if would or to_do else incident["page_reason"].removeprefix(because).removeprefix("; ")
             add((paged_text(incident["page_channel"]).upper(), WARN), f": {rest}" if rest else "")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.text import Text
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.text import ago, counted, in_words, iso_utc, plain
+from rolecall.core.text import ago, counted, in_words, iso_utc, plain, spans
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
-from rolecall.watch.job import WatchedJob, WatchedRank, grouped, spans
+from rolecall.watch.job import WatchedJob, WatchedRank, grouped
 from rolecall.watch.panels import WatchedPanels
 
 ROWS_MAX = 15
@@ -47,7 +47,7 @@ def job_table(job: WatchedJob) -> RenderableType:
             _text(ranks[0].replica),
             _text(spans(r.rank for r in ranks)),
             *([_text(str(ranks[0].pid or ""))] if each else []),
-            _text(ranks[0].found_by or "?"),
+            _text(ranks[0].found_by or "not known yet"),
             _text(ranks[0].node),
             _states(ranks),
             _text(f"step {max(r.step for r in ranks)}" if any(r.step >= 0 for r in ranks) else ""),
@@ -55,6 +55,9 @@ def job_table(job: WatchedJob) -> RenderableType:
         for ranks in groups
     ]
     parts: list[RenderableType] = [Indented(_text(("watching ", SOFT), (job.text, STRONG)))]
+    if len(job.jobs) > 1:
+        jobs = f"{counted(len(job.jobs), 'job')}: {', '.join(job.jobs)}"
+        parts.append(Indented(_text((jobs, WARN), "; --job JOB watches one of them")))
     if rows:
         names = ("replica", *(("rank", "pid") if each else ("ranks",)), "found by", "node", "state", "")
         parts += aligned([[_text((name, SOFT)) for name in names], *rows[:ROWS_MAX]])
@@ -79,8 +82,10 @@ def _states(ranks: Sequence[WatchedRank]) -> Text:
         return _text((state, FAULTY_STATES.get(state, GOOD)))
     parts = []
     for state in counts:
-        shown = f" ({spans(r.rank for r in ranks if r.state == state)})" if state in FAULTY_STATES else ""
-        parts.append(_text((f"{counts[state]} {state}{shown}", FAULTY_STATES.get(state, GOOD))))
+        numbers = spans(r.rank for r in ranks if r.state == state)
+        shown = f" (rank{'s' * (counts[state] > 1)} {numbers})" if state in FAULTY_STATES else ""
+        words = state if state in FAULTY_STATES or state == "running" else f"in {state}"  # a phase
+        parts.append(_text((f"{counts[state]} {words}{shown}", FAULTY_STATES.get(state, GOOD))))
     return Text(", ").join(parts)
 
 
@@ -114,7 +119,13 @@ class JobLines:
 
     def show(self, job: WatchedJob) -> None:
         ranks = [{"replica": r.replica, "rank": r.rank, "node": r.node, "pid": r.pid} for r in job.ranks]
-        what = {"num_ranks": len(ranks), "nodes": list(job.nodes), "text": job.text, "ranks": ranks}
+        what = {
+            "num_ranks": len(ranks),
+            "nodes": list(job.nodes),
+            "jobs": list(job.jobs),
+            "text": job.text,
+            "ranks": ranks,
+        }
         self._say("watching", {"event": "watching", **what})
         if job.unreachable or "unreachable" in self._said:
             self._say("unreachable", {"event": "unreachable", "nodes": dict(sorted(job.unreachable.items()))})

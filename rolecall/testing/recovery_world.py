@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
@@ -165,9 +165,15 @@ class FakeDetector:
         moves = self.runtime.healthy(replica) and process.incarnation >= incarnation_min
         return moves, f"{replica}#{process.incarnation} {'works' if moves else 'does not work'}"
 
-    def ended(self, replica: str, node: str) -> bool:
-        del node
-        return replica in self.without_process
+    def fate(self, suspect: Suspect) -> tuple[Fate, str]:
+        if suspect.replica in self.without_process:
+            return Fate.ENDED, f"no process of {suspect.replica} is left"
+        works, seen = self.progressing(suspect.replica, suspect.incarnation or 0)
+        return Fate.WORKS if works else Fate.UNKNOWN, seen
+
+    def survives(self, role: str, since: float) -> bool:
+        del role, since
+        return not self.without_process
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))

@@ -23,6 +23,8 @@ FLAG = "observed_ranks"
 WRITE_SECONDS = 5.0
 SILENT_SECONDS = 30.0
 """A rank that was not sampled for this long is not known to be alive."""
+EXITED_KEPT_SECONDS = 60.0
+"""How long a rank that exited is kept while others run: after that it belongs to an earlier job."""
 RANKS_MAX = 4096
 """Ranks that are kept, the first by name: 4,096 are 300 kB a write."""
 
@@ -88,6 +90,13 @@ class RecordedRanks:
             for sample in batch.processes:
                 self._newest[sample.replica, sample.rank, str(sample.process.node)] = of_sample(sample)
         now = self._clock.monotonic()
+        if any(rank.is_alive for rank in self._newest.values()):
+            newest = max(rank.seen_at for rank in self._newest.values())
+            self._newest = {
+                key: rank
+                for key, rank in self._newest.items()
+                if rank.is_alive or newest - rank.seen_at <= EXITED_KEPT_SECONDS
+            }
         if self._newest and now - self._wrote_at >= WRITE_SECONDS:
             self._wrote_at = now
             try:

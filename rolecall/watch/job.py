@@ -3,13 +3,13 @@ owns.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.ids import ProcessId
-from rolecall.core.telemetry import AgentEventKind
-from rolecall.core.text import counted
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.text import counted, spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import Incident
@@ -19,6 +19,8 @@ SHOW_SECONDS = 1.0
 RANKS_PER_SECOND = 2000
 """With more ranks a job is shown less often: the loop has faults to find."""
 GROUPS_SHOWN_MAX = 8
+EXITED_SHOWN_SECONDS = 60.0
+"""How long a rank that exited is shown while others run: after that it belongs to an earlier job."""
 EXITED = "exited"
 REPORTER = "reporter"
 """How a process was found that registered itself."""
@@ -33,6 +35,7 @@ class WatchedRank:
     state: str  # `running`, `exited`, `stopped` by a signal, or the phase that it reports
     step: int = -1  # optimizer step; -1: not reported
     pid: int = 0  # 0: not known yet
+    job: str = ""  # run id, else rendezvous; empty: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,11 @@ class WatchedJob:
     ranks: tuple[WatchedRank, ...] = ()
     unreachable: Mapping[str, float]
     incidents: tuple[Incident, ...] = ()
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """Those with a rank that runs."""
+        return tuple(sorted({r.job for r in self.ranks if r.job and r.state != EXITED}))
 
     @property
     def text(self) -> str:
@@ -67,23 +75,36 @@ def grouped(ranks: Iterable[WatchedRank]) -> dict[tuple[str, str, str], list[Wat
     return groups
 
 
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3,7`."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number <= found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
-
-
 def _some(names: Collection[str], between: str = ", ") -> str:
     more = len(names) - GROUPS_SHOWN_MAX
     return between.join([*list(names)[:GROUPS_SHOWN_MAX], *([f"{more:,} more"] if more > 0 else [])])
 
 
-def watched_rank(process: MonitoredProcess, found_by: str) -> WatchedRank:
+def job_names(registered: AgentEvent) -> tuple[str, ...]:
+    """Of the job of a process that registers: run id, and rendezvous (`host:port` of torchrun, `job.step` of Slurm)."""
+    return tuple(name for key in ("job", "rendezvous") if (name := registered.detail.get(key, "")))
+
+
+class OneJobSource:
+    """Passes on the processes of one job, by its run id or rendezvous. Called from one thread."""
+
+    def __init__(self, source: ObservationSource, job: str) -> None:
+        self._source, self._job = source, job
+        self._ours: set[ProcessId] = set()
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen: Observation = self._source.poll(timeout_seconds)
+        for event in seen.events:
+            if event.kind is AgentEventKind.REGISTERED and event.process and self._job in job_names(event):
+                self._ours.add(event.process)
+        batches = tuple(
+            replace(b, processes=tuple(p for p in b.processes if p.process in self._ours)) for b in seen.batches
+        )
+        events = tuple(e for e in seen.events if e.process is None or e.process in self._ours)
+        return replace(seen, batches=batches, events=events)
+
+
+def watched_rank(process: MonitoredProcess, found_by: str, job: str = "") -> WatchedRank:
     sample = process.sample
     if process.gone:
         state = EXITED
@@ -99,6 +120,7 @@ def watched_rank(process: MonitoredProcess, found_by: str) -> WatchedRank:
         state=state,
         step=sample.step if sample is not None and process.reports else -1,
         pid=process.process.pid if process.process is not None else 0,
+        job=job,
     )
 
 
@@ -107,7 +129,7 @@ class JobObserver:
 
     def __init__(self, source: ObservationSource, show: Callable[[WatchedJob], None], clock: Clock) -> None:
         self._source, self._show, self._clock = source, show, clock
-        self._found_by: dict[ProcessId, str] = {}
+        self._registered: dict[ProcessId, tuple[str, str]] = {}  # found by, job
         self._unreachable: Mapping[str, float] = {}
         self._due_at = 0.0
 
@@ -117,7 +139,7 @@ class JobObserver:
             self._unreachable = {node: since for node, since, _ in seen.unreachable}
             for event in seen.events:
                 if event.kind is AgentEventKind.REGISTERED and event.process is not None:
-                    self._found_by[event.process] = event.detail.get("found_by", "")
+                    self._registered[event.process] = event.detail.get("found_by", ""), "".join(job_names(event)[:1])
         return seen
 
     def show(
@@ -129,9 +151,14 @@ class JobObserver:
             return
         current = processes()
         self._due_at = now + max(SHOW_SECONDS, len(current) / RANKS_PER_SECOND)
-        known = {p.process: self._found_by.get(p.process, "") for p in current if p.process is not None}
-        self._found_by = {process: rule for process, rule in known.items() if rule}
-        ranks = (watched_rank(p, known.get(p.process, "") if p.process else "") for p in current)
+        here = {p.process for p in current}
+        self._registered = {process: known for process, known in self._registered.items() if process in here}
+        if not all(p.gone for p in current):
+            before = self._clock.wall() - EXITED_SHOWN_SECONDS
+            current = [p for p in current if not p.gone or p.exit_wall > before]
+        ranks = [
+            watched_rank(p, *(self._registered.get(p.process, ("", "")) if p.process else ("", ""))) for p in current
+        ]
         self._show(
             WatchedJob(
                 at=self._clock.wall(),

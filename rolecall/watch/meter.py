@@ -66,7 +66,7 @@ class MeteredDetector:
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
-        self.progressing, self.ended = detector.progressing, detector.ended
+        self.progressing, self.fate, self.survives = detector.progressing, detector.fate, detector.survives
         self.forget, self.window = detector.forget, detector.window
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:

@@ -51,7 +51,7 @@ from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
-from rolecall.watch.job import JobObserver, WatchedJob
+from rolecall.watch.job import JobObserver, OneJobSource, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.server import WatchServer
 
@@ -138,7 +138,8 @@ class _PersistentDetector:
         except (ValueError, KeyError, TypeError) as e:
             logger.warning("%s is damaged (%s): starting without learned state", self._path, e)
         passed_on = self._detector
-        self.processes, self.progressing, self.ended = passed_on.processes, passed_on.progressing, passed_on.ended
+        self.processes, self.progressing = passed_on.processes, passed_on.progressing
+        self.fate, self.survives = passed_on.fate, passed_on.survives
         self.forget, self.window = passed_on.forget, passed_on.window
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
@@ -205,12 +206,13 @@ def watch_run(
     *,
     stop: threading.Event | None = None,
     show: Callable[[WatchedJob], None] | None = None,
+    only_job: str = "",
 ) -> int:
     """Watches until the run ends, `seconds` have passed, or SIGTERM; with `stop`, until that is set. Returns the
     exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
     (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
     port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`. `show`: is called with
-    what is watched, about once a second.
+    what is watched, about once a second. `only_job`: run id or rendezvous of the job to watch; empty: all.
 
     A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit
     code 1 means that incidents were opened.
@@ -261,7 +263,8 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(source), journal, clock)
+        chosen: ObservationSource = OneJobSource(source, only_job) if only_job else source
+        polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
         observer = JobObserver(polled, show, clock) if show is not None else None
         watch = MeteredWatch(
             journal,

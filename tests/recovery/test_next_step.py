@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
@@ -128,7 +128,10 @@ def test_a_fault_that_is_over_is_not_acted_on(mode: str) -> None:
 
 
 OBSERVE = {"config": {"mode": "observe"}}
-NOBODY_LEFT = {"without_process": frozenset({"rollout/1"}), "progress": STILL}
+NOBODY_LEFT = {
+    "fates": {s: (Fate.ENDED, "no process of rollout/1 is left") for s in CRASH.suspects},
+    "progress": STILL,
+}
 
 
 @pytest.mark.parametrize(
@@ -382,3 +385,11 @@ def test_an_exhausted_budget_is_reported_and_oncall_is_paged_once() -> None:
     held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
     assert _said(_move(held, **used_up)) == (K.ONCALL_PAGED, guard)
     assert _move(replace(held, page_topics=frozenset({guard})), **used_up) is None
+
+
+@pytest.mark.parametrize(("survives", "outcome"), [(False, "ended"), (True, "self_recovered")])
+def test_failed_code_recovers_only_in_the_same_processes(survives: bool, outcome: str) -> None:
+    failed_code = diagnosis(FaultClass.USER_CODE, about="trainer:ValueError:f1")
+    i = _incident(S.PLANNED, _attempt(A.STOP_JOB), d=failed_code)
+    move = _move(i, **OBSERVE, absent_seconds=UNSEEN_SECONDS, code_survives=survives)
+    assert _said(move) == (K.INCIDENT_CLOSED, outcome)

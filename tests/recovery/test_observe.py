@@ -124,7 +124,12 @@ def test_a_job_without_an_actuator_is_observed_whatever_its_mode(world: World) -
     _lasting(world, FaultClass.HANG, ("worker/7", 0))
     world.run(15, watch)
     assert world.kinds() == OPENED and world.only().outcome is None
-    assert world.only().attempt.plan.intent == "replace worker/7 on node-worker-7"  # type: ignore[union-attr]
+    plan = world.only().attempt.plan  # type: ignore[union-attr]
+    assert plan.action is ActionKind.TOLERATE and plan.because.startswith(
+        "rolecall only watches this job: read the stack"
+    )
+    (message,) = world.notifier.messages
+    assert message.because.endswith(plan.because) and "mode act" not in message.because
 
 
 def test_it_closes_when_no_process_of_its_suspect_is_left(world: World) -> None:
@@ -210,3 +215,18 @@ def test_status_shows_it_with_exit_code_1(
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0
     assert "no open incident" in capsys.readouterr().out
+
+
+def test_a_page_that_could_not_name_the_rank_is_followed_by_one_that_does(world: World) -> None:
+    watch = _external(world)
+    tie = _lasting(world, FaultClass.CANNOT_TELL, ("worker/0", 0), ("worker/1", 0))
+    world.run(3, watch)
+    named = diagnosis(FaultClass.HANG, ("worker/1", 0), onset=tie.onset, because="worker/1 holds the others up")
+    world.detector.extra = [named]
+    world.run(10, watch)
+    world.detector.extra = [diagnosis(FaultClass.CRASH, ("worker/1", 0), onset=tie.onset)]
+    world.run(10, watch)
+    first, second = world.notifier.messages
+    assert first.because.startswith(tie.because) and second.because.startswith(named.because)
+    assert first.incident_id == second.incident_id == world.only().incident_id, "one alert"
+    assert world.only().page_topics == {"mode", "update"}

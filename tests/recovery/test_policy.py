@@ -301,19 +301,22 @@ UNKNOWN = FleetView(replicas=())
 
 
 @pytest.mark.parametrize(
-    ("d", "intent"),
+    ("d", "todo", "paged"),
     [
-        (diagnosis(F.HANG, ("trainer/1", 0)), "replace trainer/1 on node-trainer-1"),
-        (diagnosis(F.CRASH, ("trainer/1", 2)), "replace trainer/1#2 on node-trainer-1"),
-        (diagnosis(F.GPU, ONE), "move rollout/1#1 on node-rollout-1 to another node"),
-        (replace(diagnosis(F.USER_CODE), about="trainer:ValueError:f1"), "stop job"),
-        (diagnosis(F.SLOW, ONE, gain_ratio=4.0), "take no action (4.00 times slower, but no horizon is set"),
-        (replace(diagnosis(F.GPU), suspects=(Suspect(node=NodeId("node-3")),)), "take no action (the evidence names"),
+        (diagnosis(F.HANG, ("trainer/1", 0)), "read the stack of trainer/1 on node-trainer-1", True),
+        (diagnosis(F.CRASH, ("trainer/1", 2)), "read the log of trainer/1 on node-trainer-1", True),
+        (diagnosis(F.GPU, ONE), "restart the job without node-rollout-1", True),
+        (replace(diagnosis(F.USER_CODE), about="trainer:ValueError:f1"), "stop the job and fix the code", True),
+        (diagnosis(F.SLOW, ONE, gain_ratio=4.0), "see what else runs on node-rollout-1", False),
+        (replace(diagnosis(F.GPU), suspects=(Suspect(node=NodeId("node-3")),)), "restart the job without node-3", True),
     ],
 )
-def test_a_job_that_is_only_observed_gets_the_plan_that_would_be_performed(d: Diagnosis, intent: str) -> None:
-    """rolecall knows no replicas of a job that it did not start: the diagnosis names the target."""
-    assert decide(ask(d, view=UNKNOWN, supports=NOTHING)).plan.intent.startswith(intent)
+def test_for_a_job_that_is_only_watched_the_plan_is_what_the_engineer_can_do(
+    d: Diagnosis, todo: str, paged: bool
+) -> None:
+    verdict = decide(ask(d, view=UNKNOWN, supports=NOTHING))
+    assert verdict.plan.action is A.TOLERATE and verdict.page_oncall is paged
+    assert verdict.plan.because.startswith(f"rolecall only watches this job: {todo}")
 
 
 def test_giving_up_is_reported_from_tolerating() -> None:

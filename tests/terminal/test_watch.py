@@ -50,7 +50,7 @@ def test_the_table_names_the_ranks_that_do_not_run() -> None:
     assert "no answer of the agent on vm, begun 3 min ago" in text
     assert "no open incident" in text
     large = tuple(replace(RANKS[0], rank=n, state="stopped" if n == 2 else "running") for n in range(16))
-    assert "15 running, 1 stopped (2)" in as_text(job_table(replace(JOB, ranks=large)))
+    assert "15 running, 1 stopped (rank 2)" in as_text(job_table(replace(JOB, ranks=large)))
 
 
 def test_the_table_forgets_incidents_that_are_long_over() -> None:
@@ -86,6 +86,12 @@ def test_lines_tell_changes_once() -> None:
     assert said[1]["text"] == JOB.text and said[1]["num_ranks"] == 4
     assert said[1]["ranks"][2] == {"replica": "trainer/0", "rank": 2, "node": "vm", "pid": 42}
     assert said[2]["nodes"] == {"vm": 990.0} and said[3]["nodes"] == {}
+
+
+def test_several_jobs_are_told() -> None:
+    ranks = tuple(replace(r, job="a" if r.rank < 2 else "b") for r in JOB.ranks)
+    assert "2 jobs: a, b; --job JOB watches one of them" in as_text(job_table(replace(JOB, ranks=ranks)))
+    assert "--job" not in as_text(job_table(replace(JOB, ranks=ranks[:2])))
 
 
 class _Source:

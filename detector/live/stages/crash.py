@@ -8,25 +8,29 @@ frames) identifies the fault.
 
 *Crash* (`CrashStage`): a process exited without announcing it. An exit by signal is reported at once (the agent's pidfd
 reports it within milliseconds). After an exception the stage waits for the same one on peers:
-`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it. A
+`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it, or
+where the exception only tells of a lost peer. If all do, the first to exit is named with the words that the cause is
+not known. A
 process that stays alive after an exception counts as crashed once it finishes no more work while a peer does.
 
 A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`). The first suspect
-is the rank whose node reported a hardware fault, else the first that exited: the errors of its peers are consequences.
+is the rank whose node reported a hardware fault, else the first that exited with an error of its own: connections that
+its peers lose are consequences.
 A rank on another node with an independent fault (hardware, a signal such as SIGSEGV, the OOM killer) is a second
 suspect, because the replacement must avoid both nodes. Each further suspect changes the diagnosis key.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 
@@ -37,16 +41,36 @@ CONSEQUENCES = frozenset(
         *("ActorDiedError", "ActorUnavailableError", "RayActorError", "GetTimeoutError", "ObjectLostError"),  # Ray
         # Python and PyTorch: broken connections and timeouts
         *("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError"),
-        *("ConnectionResetError", "TimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+        *(
+            "ConnectionResetError",
+            "TimeoutError",
+            "DistError",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+        ),
         *("KeyboardInterrupt", "SystemExit"),  # intended: stopped by an operator or the supervisor
     )
 )
+CONSEQUENCE_TEXT = re.compile(
+    r"connection (was |has been )?(closed|reset|refused|aborted|lost)|broken pipe|socket closed|"
+    r"remote (worker|process|rank|peer)|nccl(remote|system|internal)error|nccl communicator was aborted|"
+    r"gloo.*(timed? ?out|timeout)|(wait|collective|store|barrier|socket).{0,40}(timed? ?out|timeout)",
+    re.IGNORECASE,
+)
+"""Messages of the errors that gloo, NCCL and TCPStore raise at a rank that lost a peer; their type is RuntimeError."""
+HARDWARE_TEXT = re.compile(
+    r"(CUDA|HIP) error: (?!device-side assert|out of memory|invalid)|uncorrectable (ECC|NVLink)|"
+    r"unspecified launch failure|CUDNN_STATUS_(INTERNAL|EXECUTION)|input/output error|bus error",
+    re.IGNORECASE,
+)
+"""Messages that a faulty GPU, link or disk causes as well as a bug: on several ranks they do not prove a bug."""
 
 
 def last_exception(fleet: MonitoredProcesses, subject: MonitoredProcess) -> ReceivedException | None:
     for seen in reversed(fleet.exceptions):
         e = seen.event
-        if (e.replica, e.rank, e.incarnation) == subject.key:
+        if (e.replica, e.rank, e.incarnation) == subject.key and e.process in (None, subject.process):
             return seen
     return None
 
@@ -57,9 +81,23 @@ def exception_text(event: AgentEvent) -> str:
     return f"{d.get('type', 'an exception')}: {d.get('message', '')[:200]}{where}"
 
 
+def is_consequence(event: AgentEvent) -> bool:
+    """Whether it only tells that another process was lost, late or fenced."""
+    kind = event.detail.get("type", "").rpartition(".")[2]
+    raised_by_libraries = kind in ("RuntimeError", "OSError", "Exception")
+    return kind in CONSEQUENCES or (
+        raised_by_libraries and CONSEQUENCE_TEXT.search(event.detail.get("message", "")) is not None
+    )
+
+
 def blames_code(seen: ReceivedException) -> bool:
-    """Whether it is not just a consequence of another process's exit."""
-    return seen.event.detail.get("type", "").rpartition(".")[2] not in CONSEQUENCES
+    """Whether the same exception elsewhere proves a fault of the code or its input."""
+    return not is_consequence(seen.event) and HARDWARE_TEXT.search(seen.event.detail.get("message", "")) is None
+
+
+def _of_an_earlier_job(fleet: MonitoredProcesses, event: AgentEvent) -> bool:
+    """Incarnations tell processes apart that rolecall started; others are the same job while they live."""
+    return event.incarnation == UNCOUNTED and fleet.is_succeeded(event)
 
 
 def step_of(seen: ReceivedException) -> int:
@@ -87,6 +125,8 @@ class UserCodeStage(Stage):
         by_print: dict[tuple[str, str], list[ReceivedException]] = defaultdict(list)
         for seen in fleet.exceptions:
             fingerprint = seen.event.detail.get("fingerprint", "")
+            if fleet.is_past(seen.event) or _of_an_earlier_job(fleet, seen.event):
+                continue
             if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
                 by_print[(seen.event.role, fingerprint)].append(seen)
         for (role, fingerprint), seen_list in by_print.items():
@@ -124,10 +164,15 @@ def _why(
             by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
     for step, raisers in by_step.items():
         if len(raisers) > 1:
-            who = ", ".join(f"{replica}#{incarnation}" for replica, _, incarnation in sorted(raisers))
+            who = ", ".join(dict.fromkeys(_raiser(*raiser) for raiser in sorted(raisers)))
             when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
             return f"it was raised {len(raisers)} times {when} ({who})"
     return None
+
+
+def _raiser(replica: str, rank: int, incarnation: int) -> str:
+    """Processes of a job that rolecall did not start differ by rank."""
+    return f"{replica} rank {rank}" if incarnation == UNCOUNTED else f"{replica}#{incarnation}"
 
 
 def _code_finding(
@@ -147,8 +192,8 @@ def _code_finding(
         evidence=tuple(
             Evidence(
                 kind=AgentEventKind.EXCEPTION,
-                text=f"{s.event.replica}#{s.event.incarnation} in step {s.event.detail.get('step', '?')}: "
-                f"{exception_text(s.event)}",
+                text=f"{_raiser(s.event.replica, s.event.rank, s.event.incarnation)} in step "
+                f"{s.event.detail.get('step', '?')}: {exception_text(s.event)}",
             )
             for s in seen_list[-8:]
         ),
@@ -183,6 +228,8 @@ class CrashStage(Stage):
         for subject in fleet.current():
             if not subject.gone and subject.key not in raisers:
                 continue
+            if subject.exit_event is not None and fleet.is_past(subject.exit_event):
+                continue
             if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a state page
                 continue
             raised = last_exception(fleet, subject)
@@ -204,7 +251,11 @@ def _held_for_peers(
     waited = now - raised.received_wall
     if waited < EXCEPTION_GRACE_SECONDS:
         return True
-    if waited >= EXCEPTION_HOLD_SECONDS_MAX or not blames_code(raised):
+    if waited >= EXCEPTION_HOLD_SECONDS_MAX:
+        return False
+    if is_consequence(raised.event):
+        return True  # the process that was lost is named, if it is seen
+    if not blames_code(raised):
         return False
     return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
 
@@ -227,8 +278,7 @@ def _gone(
 ) -> Finding:
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
-    step = f" of step {sample.step}" if sample and sample.step >= 0 else ""
-    where = f" in {detail.get('last_phase') or subject.phase}{step}"
+    where = f" in {phase_text(detail.get('last_phase') or subject.phase, sample.step if sample else -1)}"
     how = ""
     if detail.get("signal"):
         how = f" on signal {detail['signal']}"
@@ -237,6 +287,9 @@ def _gone(
     open_requests = sample.requests_active if sample else 0
     requests = f" with {open_requests} open request{'s' * (open_requests != 1)}" if open_requests else ""
     reported = f"last exception: {exception_text(raised.event)}" if raised else "no exception reported"
+    lost_peer = raised is not None and is_consequence(raised.event)
+    if lost_peer:
+        reported += "; this follows from the loss of another process, so the cause is not known"
     signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
     oom = abs(subject.exit_wall - struck) <= OOM_SECONDS and signal in SIGKILL_NAMES
     killer = "; the host's OOM killer was active at that moment" if oom else ""
@@ -246,16 +299,18 @@ def _gone(
     values |= exit_values(signal, oom=oom)
     evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
     if raised:
-        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
+        about_peer = {LOST_PEER: 1.0} if lost_peer else {}
+        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event), values=about_peer))
     return finding(
         "crash",
         [subject],
         FaultClass.CRASH,
         onset=onset,
         now=now,
-        confidence=1.0,
+        confidence=0.5 if lost_peer else 1.0,
         because=because,
         evidence=tuple(evidence),
+        about=f":{LOST_PEER}" if lost_peer else "",
     )
 
 
@@ -286,6 +341,8 @@ OWN_SIGNALS = frozenset({4, 7, 8, 11})
 """SIGILL, SIGBUS, SIGFPE, SIGSEGV: not sent by launchers. Excluded: SIGABRT, which comes from NCCL's watchdog, and
 SIGKILL and SIGTERM, with which a launcher ends the rest of a job."""
 NUM_NAMED_MAX = 8
+LOST_PEER = "lost_peer"
+"""Value of exception evidence: the exception is a consequence of another process's loss."""
 
 
 class LostRanksStage(Stage):
@@ -309,8 +366,12 @@ def folded(findings: Sequence[Finding]) -> list[Finding]:
     return [one.get(id(f), f) for f in findings if id(f) not in dropped]
 
 
+def _lost_peer(f: Finding) -> bool:
+    return any(e.values.get(LOST_PEER) for e in f.evidence)
+
+
 def _merged_exits(group: Sequence[Finding]) -> Finding:
-    lead, *others = sorted(group, key=lambda f: (not f.fault_class.spec.is_hardware, f.onset))
+    lead, *others = sorted(group, key=lambda f: (not f.fault_class.spec.is_hardware, _lost_peer(f), f.onset))
     if not others:
         return lead
     nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
@@ -325,7 +386,8 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
     if also:
         more = f" and {len(also) - NUM_NAMED_MAX} more" if len(also) > NUM_NAMED_MAX else ""
         named = ", ".join(f"rank {s.rank} ({s.node})" for s in (f.suspects[0] for f in also[:NUM_NAMED_MAX]))
-        because += f"; exited after it: {named}{more}"
+        when = "after it" if all(f.onset >= lead.onset for f in also) else "too"
+        because += f"; exited {when}: {named}{more}"
     other_exits = (e for f in also[:NUM_NAMED_MAX] for e in f.evidence if e.kind == EXIT)
     return replace(
         lead,

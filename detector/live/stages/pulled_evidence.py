@@ -6,6 +6,7 @@ only if it names some, but not all, of its suspects. Fusion then drops the tie.
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
+from rolecall.detector.base.findings import NOT_FINITE
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONFIDENCE_MIN = 0.7
@@ -20,7 +21,11 @@ class PulledEvidenceStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         """The retained and new findings that settle a currently standing tie."""
-        ties = [suspects for f in tick.findings if f.fault_class is FaultClass.CANNOT_TELL and (suspects := _who(f))]
+        ties = [
+            suspects
+            for f in tick.findings
+            if f.fault_class is FaultClass.CANNOT_TELL and f.detector != NOT_FINITE and (suspects := _who(f))
+        ]
         found = [f for f in (*self.state, *tick.observation.pulled_findings) if f.confidence >= CONFIDENCE_MIN]
         self.state = []
         for finding in sorted(found, key=lambda f: -f.confidence):

@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks
+from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import (
@@ -107,8 +107,7 @@ def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bo
 def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     subject, clocks = stall.subject, stall.clocks
     standing = max(clocks.wall, subject.stall.wall) if subject.progress_due else clocks.wall
-    step = f"step {subject.sample.step}" if subject.sample and subject.sample.step >= 0 else ""
-    where = step if step and subject.phase == Phase.STEP else f"{subject.phase}{f' of {step}' if step else ''}"
+    where = phase_text(subject.phase, subject.sample.step if subject.sample else -1)
     what = "progress" if subject.progress_due else "heartbeat"
     starved = clocks.wall - clocks.effective
     waiters = [

@@ -99,10 +99,11 @@ class UninstrumentedStage(Stage):
 
 def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     everybody = fleet.unpaged()
-    gone = sorted((_exit(s) for s in everybody if s.gone), key=lambda exited: (exited.at, exited.subject.key))
+    exits = (s for s in everybody if s.gone and not (s.exit_event is not None and fleet.is_past(s.exit_event)))
+    gone = sorted(map(_exit, exits), key=lambda exited: (exited.at, exited.subject.key))
     if not gone:
         return []
-    living = len(everybody) > len(gone)
+    living = not all(s.gone for s in everybody)
     if not living and len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1:
         for exited in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
             if not exited.subject.finished:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.events import EventLog
@@ -23,6 +24,7 @@ from rolecall.agent.reporter.sender import send_message
 from rolecall.agent.samples import Sampler, SampleRing, sample_of
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.rundir import registration_secret
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
 from tests.agent.test_samples import since
@@ -460,3 +462,29 @@ def test_a_silent_connection_delays_no_other(world: World, intake: RegistrationS
         eventually(lambda: world.registry.num_live() == 1, "the child was registered meanwhile")
         silent.settimeout(PATIENCE_SECONDS)
         assert silent.recv(1) == b""  # closed at its deadline
+
+
+def test_two_jobs_on_one_node_do_not_share_a_replica(tmp_path: Path) -> None:
+    world, children = World(tmp_path), [Child(tmp_path) for _ in range(3)]
+    try:
+        for child in children:
+            child.do("import signal")
+        of_job = [{"detail": {"job": "mine", "rendezvous": r}} for r in ("h:1", "h:2", "h:2")]
+        for child, rank, detail in zip(children, (0, 0, 1), of_job, strict=True):
+            known = {"rank": rank, "secret": registration_secret(TOKEN, "trainer/0", rank, 0)}
+            for _ in range(2):  # the answer to the first was lost
+                world.registry.register(child.pid, claim(child, "trainer/0", 0, **known, **detail))
+        named = {(r.process.pid, r.replica, r.rank) for r in world.registry.registrations()}
+        other = f"trainer/{job_number('h:2')}"
+        a, b, c = (child.pid for child in children)
+        assert named == {(a, "trainer/0", 0), (b, other, 0), (c, other, 1)}
+        assert world.kinds() == ["registered"] * 3
+        children[0].close()
+        eventually(lambda: "exited" in world.kinds(), what="the end of the first job")
+        world.poll()
+        world.registry.register(b, claim(children[1], "trainer/0", 0, **of_job[1]))
+        assert {r.replica for r in world.registry.registrations()} == {other}, "a name is kept"
+    finally:
+        for child in children:
+            child.close()
+        world.close()

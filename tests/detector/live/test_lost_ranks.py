@@ -44,7 +44,7 @@ def test_the_first_to_go_is_named_and_the_others_beside_it() -> None:
 
 def test_whose_hardware_spoke_is_named_though_another_went_first() -> None:
     (f,) = folded([gone(0, "a", 1.0), gone(3, "b", 9.0, fault_class=FaultClass.GPU)])
-    assert f.fault_class is FaultClass.GPU and f.because == "rank 3 is gone; exited after it: rank 0 (a)"
+    assert f.fault_class is FaultClass.GPU and f.because == "rank 3 is gone; exited too: rank 0 (a)"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Fate, Suspect
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
@@ -198,7 +199,7 @@ def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_report
     job.ends("trainer/0:1", ERROR)
     (reported,) = job.run(5).values()
     assert (
-        "trainer/0 (node-1, pid 1000) crashed" in reported
+        "trainer/0 rank 0 (node-1, pid 1000) crashed" in reported
         and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in reported
     )
     job.ends("trainer/0:3", {"signal": "11", "cause": "crashed"})  # no peer's death does that
@@ -343,7 +344,7 @@ def test_a_late_exit_does_not_affect_the_successor(job: Job) -> None:
 def test_a_rank_runs_again_once_it_is_neither_stopped_nor_starved(job: Job) -> None:
     assert job.detector.progressing("trainer/0", 0) == (
         True,
-        "trainer/0 (node-1, pid 1000) runs; it does not report progress",
+        "trainer/0 rank 0 (node-1, pid 1000) runs; it does not report progress",
     )
     job.state["trainer/0:2"] = "T"
     job.cpu_rate["trainer/0:2"] = 0.0
@@ -360,20 +361,24 @@ def test_a_rank_runs_again_once_it_is_neither_stopped_nor_starved(job: Job) -> N
     assert not job.detector.progressing("rollout/0", 0)[0]
 
 
+def _has_ended(job: Job, replica: str, node: str) -> bool:
+    return job.detector.fate(Suspect(node=NodeId(node), replica=replica))[0] is Fate.ENDED
+
+
 def test_a_replica_has_ended_when_all_its_processes_are_gone(job: Job) -> None:
     job.state["trainer/0:2"] = "T"
     job.cpu_rate["trainer/0:2"] = 0.0
     assert set(job.run(10)) == {"hang:trainer/0#0"}
-    assert not job.detector.ended("trainer/0", "node-2")
+    assert not _has_ended(job, "trainer/0", "node-2")
     for name in job.who:
         job.ends(name, {"signal": "15", "cause": "terminated"})
-        assert not job.detector.ended("trainer/0", "node-2")
+        assert not _has_ended(job, "trainer/0", "node-2")
     assert not job.run(5)
-    assert job.detector.ended("trainer/0", "node-2") and job.detector.ended("rollout/1", "node-2")
+    assert _has_ended(job, "trainer/0", "node-2") and _has_ended(job, "rollout/1", "node-2")
     job.pids = {name: pid + 100 for name, pid in job.pids.items()}
     job.state["trainer/0:2"] = "S"
     job.run(3)
-    assert not job.detector.ended("trainer/0", "node-2") and job.detector.progressing("trainer/0", 0)[0]
+    assert not _has_ended(job, "trainer/0", "node-2") and job.detector.progressing("trainer/0", 0)[0]
 
 
 def test_what_ended_unseen_has_vanished_and_what_no_agent_shows_is_unknown(job: Job) -> None:
@@ -381,10 +386,10 @@ def test_what_ended_unseen_has_vanished_and_what_no_agent_shows_is_unknown(job: 
     for name in gone:  # they end while their agent is down: it starts without them
         del job.who[name]
     job.run(VANISHED_SECONDS - 2)
-    assert not job.detector.ended("trainer/0", "node-2")
+    assert not _has_ended(job, "trainer/0", "node-2")
     job.run(5)
-    assert job.detector.ended("trainer/0", "node-2")
+    assert _has_ended(job, "trainer/0", "node-2")
     silent = (("node-2", WALL + job.at, "timeout"),)
     job.detector.observe(Observation(wall_at=WALL + job.at, batches=(), events=(), unreachable=silent))
-    assert not job.detector.ended("trainer/0", "node-2") and not job.detector.ended("nobody/0", "node-2")
-    assert job.detector.ended("nobody/0", "node-1"), "its agent answers and shows no such process"
+    assert not _has_ended(job, "trainer/0", "node-2") and not _has_ended(job, "nobody/0", "node-2")
+    assert _has_ended(job, "nobody/0", "node-1"), "its agent answers and shows no such process"

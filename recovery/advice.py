@@ -1,0 +1,48 @@
+"""What an engineer can do about a fault of a job that rolecall only watches. Pure."""
+
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass, Remedy
+from rolecall.core.text import counted
+
+WATCHED = "rolecall only watches this job"
+"""First words of the plan for such a job."""
+NUM_NAMED_MAX = 4
+
+
+def what_to_do(diagnosis: Diagnosis) -> str:
+    """The next step, for whoever runs the job, with ranks, processes and nodes."""
+    fault, suspects = diagnosis.fault_class, diagnosis.suspects
+    processes = [s for s in suspects if s.replica]
+    nodes = ", ".join(dict.fromkeys(str(s.node) for s in suspects))
+    if fault is FaultClass.HANG and processes:
+        return _of_a_hang(diagnosis, processes)
+    if fault in (FaultClass.CRASH, FaultClass.RESOURCE_EXHAUSTED):
+        return f"read the log of {_named(processes)}, then restart the job" if processes else "restart the job"
+    if fault is FaultClass.USER_CODE:
+        return diagnosis.advice or fault.spec.advice
+    if fault is FaultClass.SLOW and processes:
+        return f"see what else runs on {nodes}; if it stays slow, restart the job without {nodes}"
+    if fault.spec.remedy is Remedy.MOVE and nodes:
+        return f"restart the job without {nodes} and have it checked (rolecall node burn-in)"
+    settle = f"; it is settled by {diagnosis.settle}" if diagnosis.settle else ""
+    return f"{diagnosis.advice or fault.spec.advice}{settle}"
+
+
+def _of_a_hang(diagnosis: Diagnosis, processes: list[Suspect]) -> str:
+    pids = " ".join(str(s.process.pid) for s in processes[:NUM_NAMED_MAX] if s.process is not None)
+    if "(state T)" in diagnosis.because and pids:
+        return f"{_named(processes)} is stopped: kill -CONT {pids} there, or restart the job"
+    if "(state t)" in diagnosis.because:
+        return f"{_named(processes)} is held by a debugger or tracer: end that, or restart the job"
+    return f"read the stack of {_named(processes)} (evidence of the incident, or py-spy dump), or restart the job"
+
+
+def _named(processes: list[Suspect]) -> str:
+    """`trainer/0 rank 1 (pid 27379) on vm`."""
+    names = [
+        f"{s.replica}{f' rank {s.rank}' if s.rank is not None else ''}{f' (pid {s.process.pid})' if s.process else ''} "
+        f"on {s.node}"
+        for s in processes[:NUM_NAMED_MAX]
+    ]
+    more = len(processes) - NUM_NAMED_MAX
+    return ", ".join(names) + (f" and {counted(more, 'more process', 'more processes')}" if more > 0 else "")

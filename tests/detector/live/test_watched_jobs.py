@@ -1,0 +1,107 @@
+"""What became of a process that a diagnosis names, and what a new watch is told of the past."""
+
+from rolecall.core.diagnosis import Fate
+from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import AgentEventKind
+from rolecall.detector.live.engine import VANISHED_SECONDS
+from tests.detector.live.torchrun_job import WALL, Rank, TorchrunJob, job
+
+
+def test_a_stopped_rank_that_goes_on_works_and_no_other_rank_speaks_for_it() -> None:
+    it = job(2)
+    it.ranks[1].is_stopped = True
+    (found,) = it.run(8.0)
+    (who,) = found.suspects
+    assert found.fault_class is FaultClass.HANG and who == it.suspect(1)
+    assert it.detector.fate(who)[0] is Fate.UNKNOWN
+    assert it.detector.fate(it.suspect(0))[0] is Fate.UNKNOWN, "rank 0 waits"
+    it.ranks[1].is_stopped = False
+    assert it.run(8.0) == []
+    fate, seen = it.detector.fate(who)
+    assert fate is Fate.WORKS and "rank 1 (vm, pid 101) has finished" in seen
+
+
+def test_a_restarted_job_is_not_the_job_that_died() -> None:
+    it = job(2)
+    it.exits(it.ranks[1], signal="9")
+    (found,) = it.run(3.0)
+    (who,) = found.suspects
+    it.ended_by_launcher(it.ranks[0])
+    it.run(3.0)
+    it.replaced_by(Rank(0, 200), Rank(1, 201))
+    assert it.run(20.0) == []
+    fate, seen = it.detector.fate(who)
+    assert fate is Fate.ENDED
+    assert seen == "trainer/0 rank 1 (pid 101) on vm has ended; trainer/0 rank 1 (vm, pid 201) has its rank now"
+
+
+def test_code_that_failed_everywhere_ends_with_its_processes_and_not_with_its_step() -> None:
+    it = job(2)
+    began = WALL + it.now
+    for r in it.ranks:
+        it.raises(r, "ValueError", "bad sample", "f1")
+        it.exits(r, code="1")
+    (found,) = it.run(3.0)
+    assert found.fault_class is FaultClass.USER_CODE and not it.detector.survives("trainer", began)
+    it.replaced_by(Rank(0, 200), Rank(1, 201))
+    assert it.run(5.0) == [], "the new processes have not raised it"
+    assert not it.detector.survives("trainer", began)
+
+
+def test_a_new_watch_says_nothing_of_a_job_that_was_over_before() -> None:
+    gone = [Rank(0, 100, alive=False), Rank(1, 101, alive=False)]
+    late = TorchrunJob([])
+    for r in gone:
+        late.raises(r, "ValueError", "bad sample", "f1", ago=60.0)
+        late.exits(r, ago=59.0, code="1")
+    late.ranks = [Rank(0, 200), Rank(1, 201)]
+    late.register(*late.ranks)
+    for _ in range(20):
+        assert late.run(0.5) == []
+    late.exits(late.ranks[1], signal="9")
+    (found,) = late.run(3.0)
+    assert [s.rank for s in found.suspects] == [1]
+
+
+def test_a_new_watch_is_told_of_a_rank_that_its_job_still_waits_for() -> None:
+    late = TorchrunJob([])
+    late.ranks = [Rank(0, 100), Rank(1, 101, alive=False)]
+    for r in late.ranks:
+        late.event(AgentEventKind.REGISTERED, r, 120.0)
+    late.exits(late.ranks[1], ago=5.0, signal="9")
+    (found,) = late.run(3.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
+
+
+def test_the_exit_of_a_job_that_is_not_restarted_is_forgotten() -> None:
+    it = job(2)
+    it.exits(it.ranks[1], signal="9")
+    it.ended_by_launcher(it.ranks[0])
+    (found,) = it.run(3.0)
+    it.ranks = []
+    it.run(VANISHED_SECONDS)
+    assert it.detector.fate(found.suspects[0])[0] is Fate.ENDED
+    assert it.standing == [found]
+    assert it.run(900.0) == [] and it.detector.processes() == []
+
+
+def test_code_that_failed_in_an_earlier_job_hides_no_hang_of_the_present_one() -> None:
+    it = job(2)
+    for r in it.ranks:
+        it.raises(r, "ValueError", "bad sample", "f1")
+        it.exits(r, code="1")
+    it.run(3.0)
+    it.replaced_by(Rank(0, 200), Rank(1, 201))
+    it.run(20.0)
+    it.ranks[1].is_stopped = True
+    (found,) = it.run(8.0)
+    assert found.fault_class is FaultClass.HANG and found.suspects == (it.suspect(1),)
+
+
+def test_ranks_that_wait_for_each_other_are_named_once_each() -> None:
+    it = job(4)
+    for r in it.ranks:
+        r.waits = True
+    (found,) = it.run(30.0)
+    assert found.fault_class is FaultClass.CANNOT_TELL
+    assert found.because.startswith("trainer/0 ranks 0-3 make no progress in step")

@@ -46,6 +46,7 @@ _CSS = """
 [data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
 [data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
 .rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
+.rc a { color: light-dark(#1a56c4, #8ab4ff); }
 .rc-soft { color: var(--soft); }
 .rc-run { color: var(--soft); margin: 0; }
 .rc-state { display: flex; flex-wrap: wrap; align-items: baseline; gap: .1rem .7rem; border: 1px solid var(--line);

@@ -15,9 +15,10 @@ import streamlit as st
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
-from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
 from rolecall.dashboards.pages.incidents import table, view
 from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
@@ -25,8 +26,8 @@ from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPage
 from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
-from rolecall.dashboards.pages.shell import chosen_run, page
-from rolecall.dashboards.pages.style import card
+from rolecall.dashboards.pages.shell import RUN, chosen_run, other_runs, page, run_links
+from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
@@ -38,6 +39,8 @@ ROW_PIXELS = 58
 SPARK_INCIDENTS, SPARK_MIN = 60, 3
 """Incidents of the sparklines, the newest; fewer than the smallest number have none."""
 REVIEWS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
+SEARCHED_MAX = 50
+"""Other runs that are searched for an incident, the newest."""
 WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
 
 
@@ -229,8 +232,7 @@ TABS = ("Timeline", "Evidence", "Decision", "Cost", "What-if", "Events")
 
 def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     if incident_id not in snapshot.projection.incidents and incident_id not in snapshot.projection.broken:
-        st.info("The journal has no such incident.", icon=":material/search_off:")
-        st.text(plain(incident_id, 200))
+        _unknown(reader, incident_id)
         return
     try:
         whole = _cache(reader.settings.journal_url).get(reader, snapshot, incident_id)
@@ -260,6 +262,35 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
         _replay(reader, whole, incident_id)
     with events, st.container(key="incident-events", gap="xsmall"):
         _events(whole.material.events, whole.material.missing)
+
+
+def _unknown(reader: Reader, incident_id: str) -> None:
+    """Says that the run has no such incident, and searches the other runs of its folder on request."""
+    name = f"Run {reader.settings.name}" if reader.settings.name else "The journal"
+    st.html(banner("warn", f"{name} has no such incident: {plain(incident_id, 200)}"))
+    others, done = other_runs()[:SEARCHED_MAX], st.session_state.setdefault("incident-searched", {})
+    if incident_id not in done:
+        label = f"Search {counted(len(others), 'other run')}"
+        if not others or not st.button(label, icon=":material/search:", key="incident-search"):
+            return
+        done[incident_id] = _search(others, incident_id)
+    found, unread = done[incident_id]
+    st.text("It is in:" if found else "No other run has it.")
+    st.html(run_links({RUN: name, table.INCIDENT: incident_id} for name in found))
+    if unread:
+        st.text(plain(f"Not readable: {', '.join(unread)}", 600))
+
+
+def _search(runs: Sequence[RunDir], incident_id: str) -> tuple[list[str], list[str]]:
+    """(the runs that have the incident, those that cannot be read)."""
+    found, unread = [], []
+    for run in runs:
+        try:
+            if has_incident(run.database_url, incident_id, SystemClock()):
+                found.append(str(run.run_id))
+        except JournalError:
+            unread.append(str(run.run_id))
+    return found, unread
 
 
 def _neighbours(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:

@@ -134,9 +134,13 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
                     width="content",
                 )  # fmt: skip
                 label = "Approve or reject" if incident.stage == "awaits approval" else "Act on it"
-                st.page_link("operations.py", label=label, icon=":material/terminal:", width="content")
+                st.page_link(
+                    "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
+                    width="content",
+                )  # fmt: skip
     if len(open_) > OPEN_MAX:
-        st.page_link("incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
+        label = f"{len(open_) - OPEN_MAX} more incidents are open"
+        st.page_link("incidents.py", label=label, query_params={"status": "open", **chosen_run()})
 
 
 def _card(incident: view.OpenIncident, now: float) -> str:

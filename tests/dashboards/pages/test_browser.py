@@ -287,6 +287,7 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
 def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("two")
     one, other = MadeRun(folder, run_id="one"), MadeRun(folder, run_id="other", num_steps=3)
+    other.open(name="i-9")
     for made in (one, other):
         made.journal.close()
     with served(folder, [str(one.run.path)]) as address:
@@ -295,6 +296,18 @@ def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_fac
         with at(chromium, address, "/?run=other", "of 120") as shot:
             shot.page.wait_for_function("() => document.title.includes('other')")
             assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
+            shot.page.get_by_test_id("stSidebar").get_by_role("link", name="Fleet").click()
+            shot.page.wait_for_url("**/fleet?run=other")
+            shot.open("/fleet?run=other")  # what a reload or a copied address shows
+            shot.page.wait_for_function("() => document.title.includes('other')")
+        with at(chromium, address, "/?run=nosuch", "No run nosuch in") as shot:
+            assert "Replicas" not in shot.text()
+            shot.page.get_by_role("link", name="other").click()
+            shot.page.get_by_text("of 120").first.wait_for()
+        with at(chromium, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
+            shot.page.get_by_role("button", name="Search 1 other run").click()
+            shot.page.get_by_role("link", name="other").click()
+            shot.page.get_by_text("Copy as Markdown").wait_for()
 
 
 def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -170,6 +170,16 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
     return [loss for loss in found if loss.until > loss.since]
 
 
+def waiting_trainers(lost: Sequence[Loss], trainers: Iterable[str]) -> list[tuple[str, float]]:
+    """Healthy trainers, and the seconds that each waited for the lost ones of one incident."""
+    of_trainers = [loss for loss in lost if loss.role == "trainer"]
+    if not of_trainers:
+        return []
+    since, until = min(loss.since for loss in of_trainers), max(loss.stalled_until for loss in of_trainers)
+    others = sorted(set(trainers) - {loss.replica for loss in of_trainers})
+    return [(replica, until - since) for replica in others if until > since]
+
+
 def lost_seconds(
     lost: Iterable[Loss], start: float, end: float, *, num_rollouts: int, num_trainers: int
 ) -> dict[tuple[str, Loss], float]:
@@ -287,6 +297,8 @@ class EttrAccount:
     start: float
     end: float
     lost: Mapping[Cause, float]
+    still_open: tuple[Loss, ...] = ()
+    """Of open incidents, until infinity where their end is not known."""
 
     @property
     def training_seconds(self) -> float:
@@ -376,10 +388,10 @@ class EttrAccumulator:
         if end is None:
             return None
         self._settle(min(end, self._settled_by(end if now is None else now)))
-        lost = dict(self._settled)
-        for cause, seconds in self._between(self._settled_until, end, [*self._losses, *self._open_losses(end)]).items():
+        lost, still_open = dict(self._settled), self._open_losses(math.inf)
+        for cause, seconds in self._between(self._settled_until, end, [*self._losses, *still_open]).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
-        return EttrAccount(start=self._began_at, end=end, lost=lost)
+        return EttrAccount(start=self._began_at, end=end, lost=lost, still_open=tuple(still_open))
 
     def _open_losses(self, end: float) -> list[Loss]:
         """Losses of open incidents and undetected faults, until `end`."""

@@ -19,6 +19,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
+from rolecall.dashboards.data.run_state import step_of
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
 from rolecall.dashboards.pages.incidents import table, view
 from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
@@ -27,6 +28,7 @@ from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
 from rolecall.dashboards.pages.shell import RUN, chosen_run, other_runs, page, run_links
+from rolecall.dashboards.pages.status import NOT_YET_KNOWN
 from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
@@ -58,9 +60,18 @@ def _records(journal_url: str) -> table.IncidentTable:
     return table.IncidentTable()
 
 
+def _rows(reader: Reader, snapshot: JournalSnapshot) -> list[table.IncidentTableRow]:
+    return _records(reader.settings.journal_url).rows(
+        snapshot.projection.incidents,
+        snapshot.projection.broken,
+        mode=snapshot.mode,
+        now=snapshot.at,
+        step_of=lambda incident: step_of(incident, snapshot),
+    )
+
+
 def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
-    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
-    now = reader.now()
+    rows, now = _rows(reader, snapshot), reader.now()
     wanted = _filters(table.choices(rows))
     found = table.shown(rows, wanted, now)
     _sparklines([r for r in rows if wanted.takes(r, now)])
@@ -241,7 +252,8 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
         st.text(plain(e))
         return
     earlier = similar_before(whole.material.incident, tuple(snapshot.projection.incidents.values()))
-    found = brief(whole, snapshot.mode, earlier)
+    step = None if whole.material.incident is None else step_of(whole.material.incident, snapshot)
+    found = brief(whole, step, earlier)
     _first_screen(reader, whole, found, earlier)
     _neighbours(reader, snapshot, incident_id)
     timeline, evidence, decision, cost, what_if, events = st.tabs(TABS)
@@ -295,8 +307,7 @@ def _search(runs: Sequence[RunDir], incident_id: str) -> tuple[list[str], list[s
 
 def _neighbours(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     """To the incidents beside this one in the unfiltered table."""
-    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
-    names = [r.incident_id for r in rows]
+    names = [r.incident_id for r in _rows(reader, snapshot)]
     at = names.index(incident_id)
     with st.container(horizontal=True, key="incident-neighbours"):
         if st.button("Newer", disabled=at == 0, key="incident-newer", shortcut="k", type="tertiary"):
@@ -492,6 +503,10 @@ def _draw_recovery(whole: IncidentPageModel) -> None:
 def _cost(cost: IncidentCost | None) -> None:
     if cost is None:
         st.text("The cost cannot be computed, because the incident's events are malformed.")
+        return
+    if not cost.how:
+        st.text(NOT_YET_KNOWN.capitalize() + "." if not cost.is_final else "No loss is known: no action was started.")
+        st.caption(COST_HELP)
         return
     facts = [
         ("Tokens lost", f"{cost.tokens_lost:,}"),

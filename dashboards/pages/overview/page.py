@@ -144,11 +144,11 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
 
 
 def _card(incident: view.OpenIncident, now: float) -> str:
-    took = age(max(0.0, now - incident.since))
     rows = [
         ("needed from you", incident.asks),
         ("paging", incident.paged),
-        ("recovery", incident.doing + ("" if incident.stage == view.ONLY_OBSERVED else f" ({took})")),
+        ("recovery", incident.doing),
+        ("cost", incident.cost),
         ("suspect", incident.suspects + (f" on {incident.nodes}" if incident.nodes else "")),
     ]
     soft = f"open for {age(max(0.0, now - incident.opened_at))}, {incident.incident_id}"
@@ -198,7 +198,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
         across = curve[0].last_step, curve[-1].last_step
         shown = (
             ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
-            ("step time, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
+            ("step time as reported, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
             ("tokens per second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
         )
         for column, (title, points, colour, form) in zip(st.columns(COLUMNS), shown, strict=True):

@@ -14,7 +14,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import IncidentOpened, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
-from rolecall.views.ettr import EttrAccount, EttrAccumulator
+from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss
 
 BUCKETS_MAX = 200
 """Points of a curve, at most as many as a chart draws (`charts.POINTS_MAX`), so that none is left out. With more steps,
@@ -62,6 +62,8 @@ class RunTrends:
     account: EttrAccount | None = None
     recent: tuple[Event, ...] = ()
     """The newest events that are not `ROUTINE`, newest last."""
+    still_open: tuple[Loss, ...] = ()
+    """Losses of open incidents, until infinity while they go on."""
     steps: Mapping[str, int] = field(default_factory=dict)
     """Incident -> the step that was being worked on at its onset; an incident before the first step has none."""
 
@@ -155,7 +157,13 @@ class RunTrendsProjection:
         ettr.num_rollouts = ettr.num_rollouts or sum(r.startswith("rollout/") for r in current)
         ettr.num_trainers = ettr.num_trainers or sum(r.startswith("trainer/") for r in current)
         account = ettr.account(now) if whole else None
-        return RunTrends(curve=self.curve.points(), account=account, recent=tuple(self.recent), steps=dict(self.steps))
+        return RunTrends(
+            curve=self.curve.points(),
+            account=account,
+            recent=tuple(self.recent),
+            still_open=ettr.open_losses(),
+            steps=dict(self.steps),
+        )
 
 
 def _bucket(committed: StepCommitted, at: float) -> Bucket:

@@ -45,8 +45,8 @@ GLYPHS: Mapping[str, str] = {
 """A glyph for each status, so that colour is not the only cue."""
 
 
-NOT_YET_KNOWN = "not yet known: the loss is counted from the onset once an action starts"
-"""The cost of an open incident without a logged fault and without an action."""
+NOT_YET_KNOWN = "not yet known"
+"""The cost of an open incident without a known loss. It is never shown as 0."""
 
 
 def _row(incident: Incident, mode: str, now: float) -> PlanRow | None:

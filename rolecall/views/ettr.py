@@ -297,8 +297,6 @@ class EttrAccount:
     start: float
     end: float
     lost: Mapping[Cause, float]
-    still_open: tuple[Loss, ...] = ()
-    """Of open incidents, until infinity where their end is not known."""
 
     @property
     def training_seconds(self) -> float:
@@ -388,10 +386,10 @@ class EttrAccumulator:
         if end is None:
             return None
         self._settle(min(end, self._settled_by(end if now is None else now)))
-        lost, still_open = dict(self._settled), self._open_losses(math.inf)
-        for cause, seconds in self._between(self._settled_until, end, [*self._losses, *still_open]).items():
+        lost = dict(self._settled)
+        for cause, seconds in self._between(self._settled_until, end, [*self._losses, *self._open_losses(end)]).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
-        return EttrAccount(start=self._began_at, end=end, lost=lost, still_open=tuple(still_open))
+        return EttrAccount(start=self._began_at, end=end, lost=lost)
 
     def _open_losses(self, end: float) -> list[Loss]:
         """Losses of open incidents and undetected faults, until `end`."""
@@ -430,6 +428,10 @@ class EttrAccumulator:
             self._settled[cause] = self._settled.get(cause, 0.0) + seconds
         self._settled_until = until
         self._losses = [c for c in self._losses if c.until > until]
+
+    def open_losses(self) -> tuple[Loss, ...]:
+        """Losses of open incidents, until infinity while they go on."""
+        return tuple(loss for loss in self._open_losses(math.inf) if loss.incident_id)
 
 
 def _began_at(incident: Incident) -> float:

@@ -19,7 +19,7 @@ from rolecall.recovery.incidents import Incident
 WHO_SHOWN = 4
 SIMILAR_MAX = 8
 LINK_SECONDS = 300.0
-"""Time before the onset and after the last event that links to logs and Grafana show."""
+"""Time before the onset and after the close (of an open incident: the opening) that links to logs and Grafana show."""
 REPLICA_BOARD = "rolecall-replica"
 """UID of the Grafana dashboard of one replica (dashboards/grafana/board.py)."""
 
@@ -51,7 +51,7 @@ def brief(whole: IncidentPageModel, step: int | None, similar: Sequence[Incident
         ("action", _done(whole)),
         ("is it over", head.state),
         ("cost", cost_words(whole.cost)),
-        ("onset", f"{facts.get('Onset', '')}, detected {facts.get('Detected', '')} by {facts.get('Detected by', '')}"),
+        ("onset", f"{facts.get('Onset', '')}, {facts.get('Found', '')} by {facts.get('Detected by', '')}"),
         ("confidence", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
         ("slowdown", facts.get("Slowdown compared with peers", "")),
         ("injected fault", head.injected),
@@ -129,8 +129,10 @@ def links(settings: Settings, material: IncidentPageInputs) -> tuple[tuple[str, 
     incident = material.incident
     if incident is None:
         return ()
-    begin = incident.first_diagnosis.onset - LINK_SECONDS
-    end = (incident.closed_at if incident.closed_at is not None else material.now) + LINK_SECONDS
+    first = incident.first_diagnosis
+    begin = first.onset - LINK_SECONDS
+    end = max(first.onset, incident.opened_at if incident.closed_at is None else incident.closed_at) + LINK_SECONDS
+    end = min(end, material.now)
     suspect = incident.diagnosis.suspects[0] if incident.diagnosis.suspects else None
     node, replica = (str(suspect.node), suspect.replica) if suspect else ("", "")
     found = []

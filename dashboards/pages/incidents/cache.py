@@ -77,8 +77,7 @@ class IncidentCost:
     is_final: bool
     """False: the incident is open and the cost still grows."""
     how: tuple[str, ...]
-    """How the replica-seconds add up, a line each; empty: no loss is known, as no fault is logged and no action has
-    started."""
+    """How the replica-seconds add up, a line each; empty: no loss is known."""
 
 
 def cost(

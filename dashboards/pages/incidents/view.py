@@ -3,7 +3,7 @@ verification of the recovery. Pure; every text is plain and limited in length.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import Evidence, Suspect
 from rolecall.core.journal.events import Event, EventKind
@@ -68,6 +68,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         ("Confidence", f"{diagnosis.confidence:.0%}"),
         ("Detected by", plain(in_words(", ".join(diagnosis.detectors)), 200) or "unknown"),
         ("Onset", utc(incident.first_diagnosis.onset)),
+        ("Found", took.found_words or "requested"),
         ("Times", took.words),
     ]
     if diagnosis.gain_ratio is not None:
@@ -158,14 +159,16 @@ class CollectedEvidenceSection:
 
 
 def findings(material: IncidentPageInputs) -> tuple[FindingSection, ...]:
-    """The diagnosis and its updates, oldest first."""
-    found = []
+    """The diagnosis and the updates that changed it, oldest first."""
+    found: list[FindingSection] = []
     for event in material.events:
         if isinstance(event.payload, IncidentOpened | IncidentUpdated):
             diagnosis = event.payload.diagnosis
             when = "Diagnosed" if isinstance(event.payload, IncidentOpened) else "Updated"
             title = f"{when} {utc(event.wall_at)} by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
-            found.append(_finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle))
+            section = _finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle)
+            if not found or replace(found[-1], title="") != replace(section, title=""):
+                found.append(section)
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
 

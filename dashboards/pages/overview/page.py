@@ -55,7 +55,7 @@ ADVICE = (
     "`--prometheus` is right."
 )
 CHIPS_MAX = 32
-"""A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
+"""A run with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
 UNWELL_MAX = 48
 RANKS_MAX = 64
 """Ranks drawn inside one replica, and in the table of ranks."""
@@ -119,7 +119,8 @@ def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
     with right:
         if events:
             st.subheader("Last events")
-            st.html(table(["ago", "event"], events, narrow=1))
+            when = "time (UTC)" if snapshot.run.ended else "ago"
+            st.html(f'<div class="rc-events">{table([when, "event"], events, narrow=1)}</div>')
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
@@ -161,9 +162,12 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     if not found:
         return
     st.subheader("Replicas")
-    st.html("".join(role_html(r) for r in found))
+    compact = sum(len(r.cells) for r in found) > CHIPS_MAX
+    st.html("".join(role_html(r, compact=compact) for r in found))
+    if compact:
+        st.caption("One square per replica, grouped by node. The table below names each of them.")
     if sum(len(r.cells) for r in found) > 1 and st.toggle("Show all replicas as a table", key=TABLE_KEY):
-        cells = [c for r in found for c in r.cells]
+        cells = sorted((c for r in found for c in r.cells), key=lambda c: view.SEVERITY[c.state])  # worst first
         counted = any(c.incarnation for c in cells)
         served = any(c.policy_version >= 0 for c in cells)
         st.dataframe(
@@ -179,6 +183,7 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
                 ),
             },
             hide_index=True,
+            placeholder="",
         )
 
 
@@ -208,7 +213,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                 with column:
                     st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
         if bands:
-            st.html(band_legend([(b.key, b.title) for b in bands]))
+            st.html(band_legend([(b.key, b.title) for b in bands], len(snapshot.projection.incidents)))
     _draw_policy_health(curve, bands)
     rows = view.lost_rows(snapshot)
     if rows:
@@ -286,13 +291,14 @@ def _draw_policy_health(curve: Sequence[Bucket], bands: Sequence[charts.FaultBan
                 st.caption(panel.normal)
 
 
-def role_html(role: view.RoleSummary) -> str:
+def role_html(role: view.RoleSummary, *, compact: bool = False) -> str:
+    """`compact`: chips only for unhealthy replicas, a map for all."""
     counts = "".join(
         f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num:,}&nbsp;{state}</span>'
         for state, num in role.counts
     )
     parts = [f"<p><b>{escape(role.name)}</b> {counts}</p>"]
-    if len(role.cells) <= CHIPS_MAX:
+    if len(role.cells) <= CHIPS_MAX and not compact:
         parts.append(_chips(role, role.cells))
     else:
         unwell = role.unhealthy

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.diagnosis import ActionKind, Suspect
 from rolecall.core.journal.payloads import OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import counted, in_words, plain, seconds
+from rolecall.core.text import counted, in_words, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
     GLYPHS,
     MODE_OBSERVE,
@@ -37,8 +37,8 @@ from rolecall.views.snapshot import ReplicaRow
 LOST_ROWS_MAX = 8
 """Causes of lost time that are listed; the rest is one row."""
 SEVERITY = {state: n for n, state in enumerate(STATES)}
-BANDS_MAX = 26
-"""Faults that charts show, the newest."""
+BANDS_MAX = 10
+"""Faults that charts show, the newest; more cannot be told apart."""
 SILENT_SECONDS = 30.0
 """A watched rank that was not sampled for this long is not known to be alive."""
 
@@ -152,6 +152,8 @@ def state_of(
     """The most important state of a replica, one of `STATES`."""
     if row.state == ReplicaState.STOPPED:
         return "ended" if ended else "lost"
+    if ended and row.serves:
+        return "ended"  # of a run that is over nothing serves or stands by, whatever its last record says
     if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not row.serves):
         return "being replaced"
     if row.replica in suspects and suspects[row.replica] in (None, row.incarnation):
@@ -175,7 +177,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         told = not rest or stage == ONLY_OBSERVED
         paged = paged_text(incident.page_channel) + ("" if told else f": {rest}")
     ended = snapshot.run.ended != ""
-    unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. "
+    unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. Last: "
     return OpenIncident(
         incident_id=incident.incident_id,
         title=title(incident, step_of(incident, snapshot)),
@@ -215,10 +217,9 @@ def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
 
 def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
     """The replica-seconds so far, as on the incident's page."""
-    account = snapshot.trends.account
     lost = [
         replace(loss, until=min(loss.until, snapshot.at), stalled_until=min(loss.stalled_until, snapshot.at))
-        for loss in (account.still_open if account is not None else ())
+        for loss in snapshot.trends.still_open
         if loss.incident_id == incident.incident_id
     ]
     if not lost:
@@ -266,7 +267,7 @@ def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
 
 
 def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
-    """The newest events, newest first: age, what, about what, why."""
+    """The newest events, newest first: age (of an ended run the time in UTC), and what, about what, why."""
     rows = []
     for event in reversed(snapshot.trends.recent):
         about = str(getattr(event.payload, "replica", "") or getattr(event.payload, "node", "") or "")
@@ -277,7 +278,8 @@ def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
             what = f"{paged_text(event.payload.channel)},"
         where = ", ".join(filter(None, (about, event.incident_id)))
         text = f"{what} {where}".strip() + (f": {why}" if why else "")
-        rows.append([age(snapshot.at - event.wall_at), plain(text, 240)])
+        when = utc(event.wall_at)[5:19] if snapshot.run.ended else age(snapshot.at - event.wall_at)
+        rows.append([when, plain(text, 240)])
     return rows
 
 
@@ -333,7 +335,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     lost = "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
     at_most = ""
     if account is not None:
-        total, counted_in = sum(account.lost.values()), {loss.incident_id for loss in account.still_open}
+        total, counted_in = sum(account.lost.values()), {loss.incident_id for loss in snapshot.trends.still_open}
         lost = f"{seconds(total)} lost to faults"
         unknown = sum(i.incident_id not in counted_in for i in snapshot.projection.open_incidents())
         if unknown:

@@ -24,7 +24,7 @@ POINTS_MAX = 200
 SPECS_KEPT = 64
 LABEL_SHARE = 0.05
 """Share of the axis that the letter of a band takes."""
-HEADROOM = 1.12
+HEADROOM = 1.2
 """Room for the letters above the lines."""
 Extent = tuple[float, float]
 T = TypeVar("T")

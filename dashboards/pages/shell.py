@@ -24,7 +24,7 @@ from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
-from rolecall.dashboards.pages.style import banner, css
+from rolecall.dashboards.pages.style import LOST_TITLE, banner, css
 from rolecall.dashboards.settings import Settings, current
 
 logger = logging.getLogger(__name__)
@@ -176,6 +176,7 @@ def gate(pages: Sequence[Page]) -> bool:
             for link in pages:
                 st.page_link(link, query_params=chosen_run(), width="stretch")
         _switcher()
+        st.sidebar.html(LOST_TITLE, unsafe_allow_javascript=True)  # a constant
         return True
     st.title("rolecall")
     sidebar(journal_reader)

@@ -39,6 +39,12 @@ SERVER_LOST = (
 )
 """Replaces the text of Streamlit's dialog, which is about Streamlit. The only dialog of the dashboard without a form."""
 
+LOST_TITLE = """<script>window.rolecallTitle ??= setInterval(() => {
+  const lost = document.querySelector('[role="dialog"] > h2 + div > div:not(:has(input, button))');
+  if (lost && !document.title.startsWith("? ")) document.title = "? disconnected · " + document.title;
+}, 1000)</script>"""
+"""Without it the tab keeps the last known state while the server is gone. The next draw of the page sets it again."""
+
 _CSS = """
 :root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
   --card: light-dark(#ffffff, #171b20); --shade: light-dark(#f5f7f9, #1b2026); }

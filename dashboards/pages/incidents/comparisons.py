@@ -23,6 +23,8 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
 }
 """Name of a limit -> the values that it limits."""
 BAR_PIXELS = 34
+AXIS_PIXELS = 60
+"""Height of title and axis labels."""
 NUM_MAX = 4
 
 
@@ -69,7 +71,7 @@ def comparison_chart(found: Comparison) -> Any:
         text=alt.Text("value:Q", format=",.5~g")
     )
     title = alt.TitleParams(found.title, anchor="start", frame="bounds", fontSize=12, fontWeight="normal", offset=4)
-    height = BAR_PIXELS * len(rows)
+    height = BAR_PIXELS * len(rows) + AXIS_PIXELS
     bars = base.mark_bar(height=BAR_PIXELS / 2).encode(color=colour)
     chart = alt.layer(bars, text).properties(width="container", height=height, title=title)
     return chart.configure_view(stroke=None).configure(padding={**PADDING, "right": 80})

@@ -112,7 +112,7 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
                 spread = f"{seconds(min(values))} to {seconds(max(values))}"
                 label, bars = f"{label}, median of the newest {len(values)} ({spread})", [round(v, 3) for v in values]
                 st.metric(
-                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=320
+                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=420
                 )
 
 

@@ -14,13 +14,14 @@ import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.policy_health import BY_NAME
-from rolecall.core.text import escape, plain, seconds
+from rolecall.core.text import counted, escape, plain, seconds
 from rolecall.dashboards.data.hardware import Query
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts
+from rolecall.dashboards.pages.accounting.page import worker
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import chosen_run, page
@@ -40,6 +41,8 @@ from rolecall.views.snapshot import ReplicaRow
 OPEN_MAX = 12
 """Open incidents shown in full; the Incidents page lists the rest."""
 TABLE_KEY = "overview.table"
+AUDIT_KEY = "overview.audit"
+"""(run, what its newest audit found wrong), of the run that this session looks at."""
 QUERIES: Mapping[str, str] = {
     "targets up": "count(up == 1)",
     "targets down": "count(up == 0)",
@@ -102,11 +105,15 @@ def show() -> None:
     page("Overview", _draw, slow=_draw_slow)
 
 
-def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     state = run_state(snapshot)
     st.html(state_line(state.kind, state.word, state.details))
     for kind, head, sentence, advice in view.notices(snapshot):
         st.html(banner(kind, head, sentence, advice=advice))
+    run, failed = st.session_state.get(AUDIT_KEY, ("", ""))
+    if failed and run == reader.settings.name:
+        st.html(banner("bad", failed, "The records of this run contradict each other: its accounts may be wrong."))
+        st.page_link("accounting.py", label="See the audit", icon=":material/receipt_long:", query_params=chosen_run())
     _draw_incidents(snapshot)
     shown = view.headline_figures(snapshot)
     if shown:
@@ -213,8 +220,12 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                 with column:
                     st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
         if bands:
-            st.html(band_legend([(b.key, b.title) for b in bands], len(snapshot.projection.incidents)))
+            st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
     _draw_policy_health(curve, bands)
+    audit = worker(reader.settings).latest().audit  # drawn on top, in the next refresh
+    num_problems = 0 if audit is None or audit.ok else len(audit.problems)
+    failed = f"The audit found {counted(num_problems, 'problem')}." if num_problems else ""
+    st.session_state[AUDIT_KEY] = reader.settings.name, failed
     rows = view.lost_rows(snapshot)
     if rows:
         st.subheader("Lost time")

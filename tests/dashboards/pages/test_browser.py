@@ -254,6 +254,14 @@ def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finis
 
 def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[RunDir, str]) -> None:
     with at(chromium, finished[1], *PAGES["incidents"]) as shot:
+        shot.page.keyboard.press("j")
+        eventually(
+            lambda: shot.page.get_by_role("button", name="Previous row").is_enabled(), "the second row is marked"
+        )
+        shot.page.keyboard.press("k")
+        eventually(
+            lambda: shot.page.get_by_role("button", name="Previous row").is_disabled(), "the first row is marked"
+        )
         shot.page.keyboard.press("o")
         shot.page.wait_for_url("**/incidents?incident=i-3")
         shot.page.get_by_text("rollout/0 slow").first.wait_for()
@@ -321,4 +329,5 @@ def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pyte
         text = shot.page.locator("[role=dialog] > h2 + div > div")
         text.first.wait_for(state="attached")
         said = text.first.evaluate("e => getComputedStyle(e, '::after').content")
-        assert "rolecall dashboard" in said and "rolecall status" in said
+        assert "rolecall dashboard" in said and "rolecall status" in said and "`" not in said
+        shot.page.wait_for_function("() => document.title.startsWith('? disconnected')")

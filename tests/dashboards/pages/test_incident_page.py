@@ -240,7 +240,7 @@ def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
 def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_path: Path) -> None:
     at = shows(world_of("resolved", tmp_path).url, incident="<b>no</b>", role="rollout")
     assert not at.exception
-    assert at.info[0].value == "The journal has no such incident."
+    assert "has no such incident: &lt;b&gt;no&lt;/b&gt;" in texts(at)
     at.button(key="incident-back").click().run()
     assert "incident" not in at.query_params
     assert at.query_params["role"] in ("rollout", ["rollout"])
@@ -277,17 +277,17 @@ def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
     name = crash.only().incident_id
     assert held.only().incident_id == name
     assert ">resolved</span>" in texts(shows(crash.url, incident=name))
-    assert ">blocked</span>" in texts(shows(held.url, incident=name))
-    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ blocked"]
+    assert ">blocked by a guard</span>" in texts(shows(held.url, incident=name))
+    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ blocked by a guard"]
 
 
 def test_markdown_for_a_ticket_and_links_to_that_time(tmp_path: Path) -> None:
     world = world_of("resolved", tmp_path)
     snapshot = first_snapshot(Settings(journal_url=world.url))
     whole = page_model(read(world.journal, snapshot.projection, world.only().incident_id, None, world.clock.wall()))
-    found = brief(whole, "act", ())
+    found = brief(whole, 7, ())
     text = markdown(found, "my-run")
-    assert text.startswith(f"## {found.title}") and "rollout/1 crashed" in text
+    assert text.startswith(f"## {found.title}") and "rollout/1 crashed in step 7" in text
     assert f"> {world.only().diagnosis.because}" in text and "- **is it over**: Resolved" in text
     assert links(Settings(journal_url=world.url), whole.material) == ()
     what = Settings(
@@ -312,6 +312,7 @@ def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) ->
     made = MadeRun(tmp_path, mode="observe")
     made.plan(made.open())
     snapshot = first_snapshot(made.settings())
-    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall()))
-    done = dict(brief(whole, snapshot.mode, ()).rows)["action"]
-    assert done == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"
+    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall(), None, snapshot.mode))
+    rows = dict(brief(whole, None, ()).rows)
+    assert rows["cost"] == "not yet known"
+    assert rows["action"] == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"

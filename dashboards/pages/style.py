@@ -100,6 +100,7 @@ _CSS = """
 .st-key-incidents-show, .rc-phone-cards { display: none; }
 .rc-phone-cards a { display: block; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
   margin-bottom: .5rem; color: inherit; text-decoration: none; background: var(--card); }
+.rc-phone-cards i { font-style: normal; font-weight: 600; }
 .rc-phone-cards span, .rc-phone-cards small { display: block; color: var(--soft); font-size: .85rem; }
 [role="dialog"] > h2 + div > div:not(:has(input, button)) { font-size: 0; } [role="dialog"] > h2 + div pre { display: none; }
 [role="dialog"] > h2 + div > div:not(:has(input, button))::after { font-size: 1rem; white-space: pre-line; content:

@@ -13,7 +13,7 @@ from rolecall.core.text import escape, seconds, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.data.run_state import step_of
+from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.incidents import table
 from rolecall.dashboards.pages.shell import chosen_run
 
@@ -180,6 +180,10 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         open_page(rows[chosen[0]].incident_id)
 
 
+def _kind(row: table.IncidentTableRow) -> str:
+    return next((kind for level, kind in KIND_OF.items() if row.severity.endswith(level)), "soft")
+
+
 def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mapping[str, str]) -> str:
     """The rows as cards, which a phone shows instead of the table (style.py)."""
     cards = []
@@ -187,7 +191,7 @@ def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mappin
         when = f"open for {age(row.open_seconds(now))}" if row.is_open else utc(row.opened_at)
         cards.append(
             f'<a href="{escape(table.href(row.incident_id, run))}"><b>{escape(row.title or row.incident_id, 200)}</b>'
-            f"<span>{escape(' · '.join(filter(None, (row.severity, row.words, when))))}</span>"
+            f'<span><i class="rc-{_kind(row)}">{escape(row.severity)}</i> {escape(row.words)} · {escape(when)}</span>'
             f"<small>{escape(row.because, 200)}</small></a>"
         )
     return f'<div class="rc rc-phone-cards">{"".join(cards)}</div>'

@@ -76,15 +76,15 @@ def test_an_open_one_has_a_severity_and_a_whole_sentence(shows: Shows, tmp_path:
     world = world_of("proposed", tmp_path)
     (row,) = rows(shows(world.url))
     assert list(row["severity"]) == ["◆ warning"] and row["what"] == "rollout/1 crashed"
-    assert row["state"] == "? proposed" and row["because"] == world.only().diagnosis.because
+    assert row["state"] == "◇ approval expired" and row["because"] == world.only().diagnosis.because
 
 
 def test_times_to_detect_and_to_recover_have_sparklines(shows: Shows, tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=12, open_incidents=2).build()
     at = shows(run.database_url)
     assert [m.label for m in at.metric] == [
-        "Time to detect, median of the newest 12",
-        "Time to verified recovery, median of the newest 10",
+        "Time to detect, median of the newest 12 (8.90 s to 8.90 s)",
+        "Time to verified recovery, median of the newest 10 (10.6 s to 10.6 s)",
     ]
     assert [len(m.proto.chart_data) for m in at.metric] == [12, 10]
     assert not shows(world_of("resolved", tmp_path).url).metric, "one incident is no trend"
@@ -240,7 +240,7 @@ def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
 def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_path: Path) -> None:
     at = shows(world_of("resolved", tmp_path).url, incident="<b>no</b>", role="rollout")
     assert not at.exception
-    assert "has no such incident: &lt;b&gt;no&lt;/b&gt;" in texts(at)
+    assert "The journal has no such incident: <b>no</b>" in texts(at)
     at.button(key="incident-back").click().run()
     assert "incident" not in at.query_params
     assert at.query_params["role"] in ("rollout", ["rollout"])

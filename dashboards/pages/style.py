@@ -4,10 +4,11 @@ Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the p
 state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
+import statistics
 from collections.abc import Sequence
 from functools import cache
 
-from rolecall.core.text import escape
+from rolecall.core.text import escape, seconds
 from rolecall.dashboards.data.run_state import GLYPHS
 
 STATES = {
@@ -98,8 +99,15 @@ _CSS = """
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
 .st-key-incidents-show, .rc-phone-cards { display: none; }
-.rc-phone-cards a { display: block; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
-  margin-bottom: .5rem; color: inherit; text-decoration: none; background: var(--card); }
+.rc-phone-cards div { position: relative; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
+  margin-bottom: .5rem; background: var(--card); }
+.rc-phone-cards a { position: absolute; inset: 0; }
+.rc-sparks { display: flex; gap: .75rem; flex-wrap: wrap; }
+.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: 24rem; }
+.rc-sparks figcaption, .rc-sparks small { color: var(--soft); font-size: .85rem; } .rc-sparks b { font-size: 1.45rem; }
+.rc-sparks div { display: flex; align-items: flex-end; gap: 2px; height: 2.6rem; margin-top: .3rem; }
+.rc-sparks div i { flex: 1; min-height: 2px; max-width: 1.2rem; background: #3b7dd8; border-radius: 1px; }
+.rc-sparks div span { color: var(--soft); font-size: .75rem; line-height: 1.3rem; padding-right: .4rem; }
 .rc-phone-cards i { font-style: normal; font-weight: 600; }
 .rc-phone-cards span, .rc-phone-cards small { display: block; color: var(--soft); font-size: .85rem; }
 [role="dialog"] > h2 + div > div:not(:has(input, button)) { font-size: 0; } [role="dialog"] > h2 + div pre { display: none; }
@@ -200,6 +208,18 @@ def card(
         '<article class="rc rc-card"><header><div class="title" role="heading" aria-level="4">'
         f'<i class="rc-{kind}">{escape(glyph)}</i> {escape(title, 300)}</div>{tagged}<span class="rc-soft">'
         f"{escape(soft, 200)}</span></header><p>{escape(because)}</p><dl>{facts(rows)}</dl></article>"
+    )
+
+
+def sparkline(label: str, values: Sequence[float]) -> str:
+    """Durations as bars from 0 to the largest, which is named, with their median."""
+    top = max(values) or 1.0
+    bars = "".join(f'<i style="height:{100 * v / top:.0f}%" title="{seconds(v)}"></i>' for v in values)
+    said = f"median {seconds(statistics.median(values))}, from {seconds(min(values))} to {seconds(max(values))}"
+    return (
+        f"<figure><figcaption>{escape(label)}</figcaption><b>{seconds(statistics.median(values))}</b> <small>median; "
+        f'{seconds(min(values))} to {seconds(max(values))}</small><div role="img" aria-label="{said}"><span>'
+        f"{seconds(top)}<br>0</span>{bars}</div></figure>"
     )
 
 

@@ -62,9 +62,15 @@ def _pairs(values: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
 
 def comparison_chart(found: Comparison) -> Any:
     rows = [{"who": who, "value": value, "is": n == 0} for n, (who, value) in enumerate(found.bars)]
+    values = [value for _, value in found.bars]  # an explicit domain: Vega first draws without data, and warns
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("who:N", sort=None, title=None, axis=alt.Axis(labelLimit=260, ticks=False, domain=False)),
-        x=alt.X("value:Q", title=None, axis=alt.Axis(tickCount=4, format="~s", gridOpacity=0.4)),
+        x=alt.X(
+            "value:Q",
+            title=None,
+            scale=alt.Scale(domain=[min(0.0, *values), max(0.0, *values) or 1.0]),
+            axis=alt.Axis(tickCount=4, format="~s", gridOpacity=0.4),
+        ),
     )
     colour = alt.Color("is:N", scale=alt.Scale(domain=[True, False], range=[SUSPECT, PEER]), legend=None)
     text = base.mark_text(align="left", dx=5, color=PEER, fontWeight="bold").encode(

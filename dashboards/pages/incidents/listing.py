@@ -3,7 +3,6 @@
 Untrusted text is shown with `st.text` and in tables, or escaped; headings and labels are constant.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.incidents import table
 from rolecall.dashboards.pages.shell import chosen_run
+from rolecall.dashboards.pages.style import sparkline
 
 ANY = ""
 SEVERITY_OPTIONS = tuple(f"{GLYPHS[level]} {level}" for level in SEVERITIES)
@@ -104,16 +104,10 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
         ("Time to detect", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
         ("Time to verified recovery", [r.verified_seconds for r in reversed(newest) if r.verified_seconds is not None]),
     )
-    if all(len(values) < SPARK_MIN for _, values in shown):
-        return
-    with st.container(horizontal=True, key="incidents-sparks"):
-        for label, values in shown:
-            if len(values) >= SPARK_MIN:
-                spread = f"{seconds(min(values))} to {seconds(max(values))}"
-                label, bars = f"{label}, median of the newest {len(values)} ({spread})", [round(v, 3) for v in values]
-                st.metric(
-                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=420
-                )
+    parts = [sparkline(f"{label}, newest {len(v)}", v) for label, v in shown if len(v) >= SPARK_MIN]
+    if parts:
+        with st.container(key="incidents-sparks"):
+            st.html(f'<div class="rc rc-sparks">{"".join(parts)}</div>')
 
 
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
@@ -159,7 +153,7 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         "found after the onset": st.column_config.TextColumn(help=FOUND_HELP),
         "verified after the finding": st.column_config.TextColumn(help=VERIFIED_HELP),
         "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
-        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=110),
+        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=190),
         "what": st.column_config.TextColumn(width=170),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
@@ -189,10 +183,11 @@ def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mappin
     cards = []
     for row in rows:
         when = f"open for {age(row.open_seconds(now))}" if row.is_open else utc(row.opened_at)
+        name = escape(row.title or row.incident_id, 200)
         cards.append(
-            f'<a href="{escape(table.href(row.incident_id, run))}"><b>{escape(row.title or row.incident_id, 200)}</b>'
+            f'<div><a href="{escape(table.href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
             f'<span><i class="rc-{_kind(row)}">{escape(row.severity)}</i> {escape(row.words)} · {escape(when)}</span>'
-            f"<small>{escape(row.because, 200)}</small></a>"
+            f"<small>{escape(row.because, 200)}</small></div>"
         )
     return f'<div class="rc rc-phone-cards">{"".join(cards)}</div>'
 

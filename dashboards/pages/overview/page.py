@@ -227,7 +227,10 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
     failed = f"The audit found {counted(num_problems, 'problem')}." if num_problems else ""
     st.session_state[AUDIT_KEY] = reader.settings.name, failed
     rows = view.lost_rows(snapshot)
-    if rows:
+    if not snapshot.history.whole:
+        st.subheader("Lost time")
+        st.caption(f"Loading history: {snapshot.history.percent} %.")
+    elif rows:
         st.subheader("Lost time")
         st.html(table(["role", "fault", "lost", "share of run time"], rows))
         st.caption(

@@ -298,6 +298,16 @@ def test_markdown_for_a_ticket_and_links_to_that_time(tmp_path: Path) -> None:
     assert "var-replica=rollout%2F1" in grafana and logs.startswith("http://logs/?q=rollout%2F1&from=")
 
 
+def test_links_of_an_open_incident_show_its_beginning(tmp_path: Path) -> None:
+    world = world_of("proposed", tmp_path)
+    incident, snapshot = world.only(), first_snapshot(Settings(journal_url=world.url))
+    later = world.clock.wall() + 7200
+    material = read(world.journal, snapshot.projection, incident.incident_id, None, later)
+    ((_, grafana),) = links(Settings(journal_url=world.url, grafana_url="http://g"), material)
+    onset = incident.first_diagnosis.onset
+    assert f"from={(onset - 300) * 1000:.0f}&to={(incident.opened_at + 300) * 1000:.0f}" in grafana
+
+
 def test_earlier_incidents_are_those_of_the_same_node(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     for name, replica in (("i-1", "rollout/0"), ("i-2", "rollout/1"), ("i-3", "rollout/0"), ("i-4", "rollout/0")):

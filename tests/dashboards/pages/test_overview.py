@@ -428,3 +428,11 @@ def test_a_lost_rollout_is_lost_and_not_behind(tmp_path: Path) -> None:
     look = first_snapshot(made.settings())
     assert view.versions(look) == (30, [(0, 1)], 1)
     assert ("policy version", "30", "1 rollout lost") in view.headline_figures(look)
+
+
+def test_a_failed_audit_is_on_top_of_the_page(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    damage(made.run, made.journal.head().position)
+    at = drawn(made.settings())
+    eventually(lambda: "The audit found" in text(at.run()), "the result of the audit")
+    assert any("accounting" in str(link.proto.page) for link in at.get("page_link"))

@@ -150,18 +150,21 @@ def open_page(incident_id: str) -> None:
 def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     config = {
         "": st.column_config.TextColumn(width=24, help="The marked row: J, K, and O to open it"),
-        "found after the onset": st.column_config.TextColumn(help=FOUND_HELP),
-        "verified after the finding": st.column_config.TextColumn(help=VERIFIED_HELP),
+        "found after onset": st.column_config.TextColumn(help=FOUND_HELP),
+        "verified after finding": st.column_config.TextColumn(help=VERIFIED_HELP),
         "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=190),
-        "what": st.column_config.TextColumn(width=170),
+        "what": st.column_config.TextColumn(width=150),
+        "opened (UTC)": st.column_config.TextColumn(width=105),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
     run = chosen_run()
     st.html(_phone_cards(rows, now, run))
     marked = _marked(rows)
+    cells = [{"": "▸" if n == marked else "", **_cells(r, now, run)} for n, r in enumerate(rows)]
+    filled = [name for name in cells[0] if any(c[name] for c in cells)] if cells else []
     picked = st.dataframe(
-        [{"": "▸" if n == marked else "", **_cells(r, now, run)} for n, r in enumerate(rows)],
+        [{name: c[name] for name in filled} for c in cells],
         hide_index=True,
         column_config=config,
         row_height=ROW_PIXELS,
@@ -200,8 +203,8 @@ def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> d
         "because": row.because,
         "link": table.href(row.incident_id, run),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
-        "found after the onset": seconds(row.found_seconds, ""),
-        "verified after the finding": seconds(row.verified_seconds, ""),
+        "found after onset": seconds(row.found_seconds, ""),
+        "verified after finding": seconds(row.verified_seconds, ""),
         "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
         "suspect": row.who,
         "fault": row.fault_class.replace("_", " "),

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.pages.incidents import page as incidents_page
-from rolecall.dashboards.pages.incidents.brief import brief, links, markdown, similar_before
-from rolecall.dashboards.pages.incidents.cache import page_model
+from rolecall.dashboards.pages.incidents.brief import brief, cost_words, links, markdown, similar_before
+from rolecall.dashboards.pages.incidents.cache import IncidentCost, page_model
 from rolecall.dashboards.pages.incidents.material import read
 from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
 from rolecall.dashboards.settings import Settings
@@ -69,7 +70,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
         "crash",
         "replace replica",
     )
-    assert row["found after the onset"] == "0.50 s"
+    assert row["found after onset"] == "0.50 s"
 
 
 def test_an_open_one_has_a_severity_and_a_whole_sentence(shows: Shows, tmp_path: Path) -> None:
@@ -322,6 +323,16 @@ def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) ->
     made.plan(made.open())
     snapshot = first_snapshot(made.settings())
     whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall(), None, snapshot.mode))
-    rows = dict(brief(whole, None, ()).rows)
-    assert rows["cost"] == "not yet known"
-    assert rows["action"] == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"
+    done = dict(brief(whole, None, ()).rows)["action"]
+    assert done == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"
+
+
+def test_a_cost_that_is_not_known_is_not_0() -> None:
+    nothing = IncidentCost(
+        replica_seconds=0.0, gpu_seconds=None, tokens_lost=0, tokens_kept=0, requests_reassigned=0, steps_interrupted=0,
+        steps_undone=0, is_final=False, how=(),
+    )  # fmt: skip
+    assert cost_words(nothing) == "not yet known"
+    assert cost_words(replace(nothing, is_final=True)) == "" == cost_words(None)
+    known = replace(nothing, replica_seconds=12.5, how=("trainer/1 was impaired for 12.5 s",))
+    assert cost_words(known) == "12.5 replica-seconds so far"

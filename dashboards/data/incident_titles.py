@@ -1,17 +1,15 @@
-"""What an incident is called, how severe it is, and the step it hit. Pure.
+"""What an incident is called, and how severe it is. Pure.
 
 severity   critical: trainers or the controller stand still, a node is lost, or a person was called
            minor:    slow or not decided, and no trainer is suspected
            warning:  all else
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import in_words, node_text, plain
-from rolecall.dashboards.data.progress import Bucket
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.incidents import Incident
 
@@ -62,7 +60,7 @@ def severity(incident: Incident) -> Severity:
 
 
 def title(incident: Incident, step: int | None = None) -> str:
-    """`trainer/1 hung in step 53`. `step`: see `step_at`."""
+    """`trainer/1 hung in step 53`. `step`: see `run_state.step_of`."""
     found = incident.diagnosis
     if incident.requested_by_operator:
         what = "to be replaced by request"
@@ -75,15 +73,6 @@ def title(incident: Incident, step: int | None = None) -> str:
     who = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     when = "" if step is None else f" in step {step}"
     return plain(f"{who or 'The job'} {what}{when}", 200)
-
-
-def step_at(curve: Sequence[Bucket], at: float) -> int | None:
-    """The step that was being worked on at `at` (wall seconds); None if the curve has it only together with others."""
-    after = bisect_right(curve, at, key=lambda b: b.at)
-    if after == len(curve):
-        return curve[-1].last_step + 1 if curve else None
-    found = curve[after]
-    return found.last_step if found.num == 1 else None
 
 
 def would_do(incident: Incident) -> str:

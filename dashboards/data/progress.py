@@ -4,22 +4,25 @@ Both are updated event by event, so a poll of a week-old run costs no more than 
 """
 
 import math
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads import IncidentOpened, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
-from rolecall.views.ettr import EttrAccount, EttrAccumulator
+from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss
 
 BUCKETS_MAX = 200
 """Points of a curve, at most as many as a chart draws (`charts.POINTS_MAX`), so that none is left out. With more steps,
 neighbouring points are merged."""
 
 RECENT_EVENTS = 10
+COMMITS_KEPT = 4096
+"""Commits in which the step at an onset is looked up, the newest."""
 _K = EventKind
 ROUTINE = frozenset(
     {_K.STEP_COMMITTED, _K.WEIGHTS_ADMITTED, _K.CHECKPOINT_WRITTEN, _K.MICROBATCH_RECOMPUTED, _K.MICROBATCH_COMPARED}
@@ -59,6 +62,10 @@ class RunTrends:
     account: EttrAccount | None = None
     recent: tuple[Event, ...] = ()
     """The newest events that are not `ROUTINE`, newest last."""
+    still_open: tuple[Loss, ...] = ()
+    """Losses of open incidents, until infinity while they go on."""
+    steps: Mapping[str, int] = field(default_factory=dict)
+    """Incident -> the step that was being worked on at its onset; an incident before the first step has none."""
 
 
 def merged(earlier: Bucket, later: Bucket) -> Bucket:
@@ -90,6 +97,16 @@ def merged(earlier: Bucket, later: Bucket) -> Bucket:
     )
 
 
+def step_at(commits: Sequence[tuple[float, int]], at: float) -> int | None:
+    """The step that was being worked on at `at` (wall seconds): the next to be committed. `commits`: (time, step) in
+    order; None where they have a gap at that time."""
+    after = bisect_right(commits, at, key=lambda c: c[0])
+    before = commits[after - 1][1] if after else -1
+    if after == len(commits):
+        return before + 1 if commits else None
+    return commits[after][1] if commits[after][1] <= before + 1 else None
+
+
 class Curve:
     """All steps in at most `BUCKETS_MAX` points, each with the same number of steps except the last."""
 
@@ -118,11 +135,18 @@ class RunTrendsProjection:
     curve: Curve = field(default_factory=Curve)
     ettr: EttrAccumulator = field(default_factory=EttrAccumulator)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
+    commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=COMMITS_KEPT))
+    steps: dict[str, int] = field(default_factory=dict)
 
     def take(self, event: Event) -> None:
         """Raises ValueError: a step that no run reaches."""
         if isinstance(event.payload, StepCommitted):
             self.curve.add(_bucket(event.payload, event.wall_at))
+            self.commits.append((event.wall_at, event.payload.step))
+        elif isinstance(event.payload, IncidentOpened) and event.incident_id:
+            found = step_at(self.commits, event.payload.diagnosis.onset)
+            if found is not None:
+                self.steps.setdefault(event.incident_id, found)
         self.ettr.take(event)
         if event.kind not in ROUTINE:
             self.recent.append(event)
@@ -135,7 +159,13 @@ class RunTrendsProjection:
         ettr.num_rollouts = ettr.num_rollouts or sum(r.startswith("rollout/") for r in current)
         ettr.num_trainers = ettr.num_trainers or sum(r.startswith("trainer/") for r in current)
         account = ettr.account(now, watched=watched) if whole else None
-        return RunTrends(curve=self.curve.points(), account=account, recent=tuple(self.recent))
+        return RunTrends(
+            curve=self.curve.points(),
+            account=account,
+            recent=tuple(self.recent),
+            still_open=ettr.open_losses(),
+            steps=dict(self.steps),
+        )
 
 
 def _bucket(committed: StepCommitted, at: float) -> Bucket:

@@ -389,6 +389,12 @@ def _opened(url: str, clock: Clock) -> Journal:
     return journal
 
 
+def has_incident(url: str, incident_id: str, clock: Clock) -> bool:
+    """Whether a journal has this incident. Raises JournalError: it is not readable."""
+    with closing(_opened(url, clock)) as journal:
+        return bool(journal.events(incident_id=incident_id, limit=1))
+
+
 class _Following:
     """Reads one journal incrementally. Owned by the reading thread."""
 

@@ -1,5 +1,6 @@
-"""The state of a run in one line, for the Overview page and the browser's tab. Pure."""
+"""The state of a run in one line, for the Overview page and the browser's tab; the step that an incident hit. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ from rolecall.core.text import plain
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, SEVERITIES, Severity, severity
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
+from rolecall.recovery.incidents import Incident
 
 KIND_OF: Mapping[Severity, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.MINOR: "note"}
 GLYPHS: Mapping[str, str] = {"bad": "▲", "warn": "◆", "note": "◔", "good": "●"}
@@ -26,12 +28,21 @@ class RunState:
         return plain(" · ".join(filter(None, (f"{glyph} {name}".strip(), self.word.lower(), counted))), 100)
 
 
+STALL_SECONDS, STALL_STEPS = 120.0, 5.0
+"""A run is stalled after this time without a step, and not before this many of its slowest recent steps."""
+STALL_RECENT = 20
+"""Points of the curve from which the slowest recent step is taken."""
+
+
 def run_state(snapshot: JournalSnapshot) -> RunState:
     """The state of the run in one line."""
     run, still_open = snapshot.run, snapshot.projection.open_incidents()
     kind, word = "good", "Training"
+    unwatched, stalled = unwatched_words(snapshot), _stalled_seconds(snapshot)
     if run.ended:
         kind, word = ("good" if run.ended == "completed" else "bad"), f"Run {run.ended}"
+    elif stalled is not None:
+        kind, word = "bad", f"Stalled: no step for {age(stalled)}"
     elif run.step < 0:
         word = "Starting" if run.started_at is not None or run.replicas else "Watched"
         kind = "note" if word == "Starting" else "good"
@@ -43,16 +54,46 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         counted = counted if num else ""
     else:
         worst = min((SEVERITIES.index(severity(i)) for i in still_open), default=None)
-        if worst is not None:
+        if worst is not None and kind != "bad":
             kind = KIND_OF[SEVERITIES[worst]]
         if run.paused and kind != "bad":
             kind = "warn"
-        if not snapshot.watched and (snapshot.lease is not None or run.started_at is not None):
+        if unwatched:
             kind = "bad"
+            word, unwatched = (unwatched.capitalize(), "") if word == "Watched" else (word, unwatched)
     step = f"step {run.step + 1:,}" + (f" of {run.num_steps:,}" if run.num_steps else "") if run.step >= 0 else ""
-    took = f"for {age(run.elapsed_seconds)}" if run.started_at is not None and not run.ended else ""
+    took = f"for {age(run.elapsed_seconds)}" if run.started_at is not None and not run.ended and not stalled else ""
     mode = f"mode {snapshot.mode}" if snapshot.mode and not run.ended else ""
     mode += ": no action is taken" if snapshot.mode == MODE_OBSERVE and mode else ""
     because = snapshot.projection.ended or "" if run.ended else ""
-    details = tuple(filter(None, (counted, step, because, took, mode)))
+    details = tuple(filter(None, (counted, unwatched, step, because, took, mode)))
     return RunState(kind=kind, word=word, details=details, num_open=num)
+
+
+def unwatched_words(snapshot: JournalSnapshot) -> str:
+    """`not watched for 12 min`; empty for a run that is watched, has ended, or has not begun."""
+    run, lease = snapshot.run, snapshot.lease
+    if run.ended or snapshot.watched or (lease is None and run.started_at is None):
+        return ""
+    if lease is None:
+        return "never watched"
+    return f"not watched for {age(max(0.0, snapshot.at - lease.expires_at))}" if lease.expires_at else "not watched"
+
+
+def _stalled_seconds(snapshot: JournalSnapshot) -> float | None:
+    """Time since the last step of a run that stands still; None: it goes on, has ended, or has no step yet."""
+    curve = snapshot.trends.curve
+    if snapshot.run.ended or not curve:
+        return None
+    slowest = max((b.seconds_max for b in curve[-STALL_RECENT:] if math.isfinite(b.seconds_max)), default=0.0)
+    silent = snapshot.at - curve[-1].at
+    return silent if silent > max(STALL_SECONDS, STALL_STEPS * max(slowest, snapshot.run.step_seconds or 0.0)) else None
+
+
+def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
+    """The step that the fault hit; of a job that rolecall only watches, the one at which the suspects stand."""
+    if snapshot.trends.curve:
+        return snapshot.trends.steps.get(incident.incident_id)
+    named = {(s.replica, s.rank) for s in incident.diagnosis.suspects}
+    here = (r for r in snapshot.observed if {(r.replica, r.rank), (r.replica, None)} & named)
+    return max((r.step for r in here if r.step >= 0), default=None)

@@ -30,6 +30,10 @@ CLASS_COLOURS = {
 HEIGHT_PIXELS = 200
 POINTS_MAX = 200
 SPECS_KEPT = 64
+LABEL_SHARE = 0.05
+"""Share of the axis that the letter of a band takes."""
+HEADROOM = 1.2
+"""Room for the letters above the lines."""
 Extent = tuple[float, float]
 T = TypeVar("T")
 
@@ -68,7 +72,8 @@ def curves(
     rarely changes while points are added, so the browser redraws the lines, not the whole chart. `across`: first and
     last step of the axis, to align several charts. `figures`: d3 format of the value axis. `zero`: it starts at 0."""
     values = [p["value"] for points in lines.values() for p in points]
-    up = _rounded([0.0, *values] if zero else values)
+    low = min([0.0, *values] if zero else values)
+    up = _rounded([low, low + HEADROOM * (max(values) - low)])
     colours = (colour, SECOND, THIRD)
     is_line = max(map(len, lines.values())) > 1
     # A copy, because Streamlit may modify it.
@@ -108,8 +113,18 @@ def _spec(
         bands.mark_rect(color=FAULT, opacity=0.13).encode(x2="until:Q"),
         bands.mark_rule(color=FAULT, opacity=0.6, strokeDash=[2, 3]),
         line if is_line else base.mark_point(),
-        bands.mark_text(color=FAULT, fontWeight="bold", fontSize=11, align="left", dx=3, baseline="top").encode(
-            y=alt.value(2), text=alt.Text("key:N")
+        *(
+            bands.transform_filter(f"(datum.step > {across[0] + 0.9 * (across[1] - across[0])}) == {is_last}")
+            .mark_text(
+                color=FAULT,
+                fontWeight="bold",
+                fontSize=11,
+                align="right" if is_last == "true" else "left",
+                dx=-3 if is_last == "true" else 3,
+                baseline="top",
+            )
+            .encode(y=alt.value(2), text=alt.Text("key:N"))
+            for is_last in ("false", "true")  # at the right end a label would leave the chart
         ),
     ).properties(
         height=HEIGHT_PIXELS,
@@ -134,9 +149,19 @@ def columns(
         "value": [*(p["value"] for _, p in every), *none],
         "line": [*(name for name, _ in every), *none],
         "until": [*([None] * len(every)), *(b.last_step for b in bands)],
-        "key": [*([""] * len(every)), *(b.key for b in bands)],
+        "key": [*([""] * len(every)), *_labels(bands, max((p["step"] for _, p in every), default=0.0))],
         "fault": [*([""] * len(every)), *(b.title for b in bands)],
     }
+
+
+def _labels(bands: Sequence[FaultBand], last_step: float) -> list[str]:
+    """The letter of each band; those that would overlap have one label at the first of them: `C–F`."""
+    groups: list[list[FaultBand]] = []
+    for band in bands:
+        near = groups and band.first_step - groups[-1][0].first_step < LABEL_SHARE * last_step
+        groups = [*groups[:-1], [*groups[-1], band]] if near else [*groups, [band]]
+    first = {g[0].key: g[0].key if len(g) == 1 else f"{g[0].key}–{g[-1].key}" for g in groups}
+    return [first.get(b.key, "") for b in bands]
 
 
 def _scale(extent: Extent) -> Any:

@@ -5,23 +5,26 @@ in `st.html`; never as Markdown.
 """
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import streamlit as st
 from altair.utils import schemapi
+from streamlit.navigation.page import Page
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
-from rolecall.dashboards.pages.style import banner, css
+from rolecall.dashboards.pages.style import LOST_TITLE, banner, css
 from rolecall.dashboards.settings import Settings, current
 
 logger = logging.getLogger(__name__)
@@ -80,32 +83,73 @@ def run_ids(root: str) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)[:RUNS_MAX]]
 
 
+def _wanted(served: RunDir) -> str:
+    """The run that the address or the run switcher names, else the served one."""
+    return str(st.query_params.get(RUN) or st.session_state.get(RUN_KEY) or served.run_id)
+
+
+def _is_run(served: RunDir, wanted: str) -> bool:
+    """Whether a run of this name lies beside the served one. `wanted` comes from the address."""
+    root = str(served.path.parent)
+    return wanted in run_ids(root) or (wanted in os.listdir(root) and (Path(root) / wanted / "run.json").is_file())
+
+
 def chosen() -> Settings:
     """The served run, or another one of its folder, which the address or the run switcher names."""
     served = current()
     if served.run is None:
         return served
-    wanted = st.query_params.get(RUN) or st.session_state.get(RUN_KEY) or served.run.run_id
-    if wanted == served.run.run_id or wanted not in run_ids(str(served.run.path.parent)):
+    wanted = _wanted(served.run)
+    if wanted == served.run.run_id or not _is_run(served.run, wanted):
         return served
     other = RunDir(served.run.path.parent / wanted)
     return replace(served, journal_url=other.database_url, run=other, name=other.run_id)
 
 
+def other_runs() -> list[RunDir]:
+    """The other runs of the folder, newest first."""
+    now = chosen().run
+    if now is None:
+        return []
+    return [RunDir(now.path.parent / name) for name in run_ids(str(now.path.parent)) if name != now.run_id]
+
+
 def chosen_run() -> dict[str, str]:
-    """The parameter of addresses that names the chosen run; empty for the served one."""
-    found = chosen()
-    return {RUN: found.run.run_id} if found.run is not None and found != current() else {}
+    """The parameter of addresses that names the chosen run; empty where there is only one."""
+    found = chosen().run
+    return {RUN: found.run_id} if found is not None and other_runs() else {}
+
+
+def _no_such_run() -> bool:
+    """Whether the address names a run that is not there; then says so and lists those that are."""
+    served, named = current().run, st.query_params.get(RUN)
+    if not named or (served is not None and (named == served.run_id or _is_run(served, named))):
+        return False
+    st.html(css())
+    st.title("No such run", anchor=False)
+    if served is None:
+        st.html(banner("bad", f"Run {named} cannot be shown.", "This dashboard shows one journal and no other run."))
+        return True
+    root = served.path.parent
+    st.html(banner("bad", f"No run {named} in {root}.", "Nothing of another run is shown under this address."))
+    st.subheader("Runs, newest first")
+    st.html(run_links({RUN: name} for name in run_ids(str(root))))
+    return True
+
+
+def run_links(parameters: Iterable[Mapping[str, str]]) -> str:
+    """A list of links to this page with other parameters, each called after its run."""
+    parts = (f'<li><a href="?{escape(urlencode(p))}">{escape(p[RUN], 100)}</a></li>' for p in parameters)
+    return f'<ul class="rc">{"".join(parts)}</ul>'
 
 
 def _switcher() -> None:
     """Chooses a run in the sidebar, where the folder has more than one."""
-    served, now = current().run, chosen().run
-    if served is None or now is None:
+    now = chosen().run
+    if now is None or not other_runs():
         return
-    ids = run_ids(str(served.path.parent))
-    if len(ids) < 2 or now.run_id not in ids:
-        return
+    ids = run_ids(str(now.path.parent))
+    ids = ids if now.run_id in ids else [now.run_id, *ids]
 
     def change() -> None:
         st.session_state[RUN_KEY] = st.session_state[SWITCH_KEY]
@@ -114,17 +158,25 @@ def _switcher() -> None:
     st.session_state[SWITCH_KEY] = now.run_id
     st.sidebar.selectbox("Run", ids, key=SWITCH_KEY, on_change=change, format_func=lambda name: plain(name, 60))
     st.session_state[RUN_KEY] = now.run_id
+    if now != current().run and RUN not in st.query_params:
+        st.query_params[RUN] = now.run_id  # so that a reload and a copied address show the same run
 
 
 def may_read(journal_reader: Reader) -> bool:
     return not journal_reader.settings.sign_in or current_viewer(journal_reader).may_act
 
 
-def gate() -> bool:
-    """Whether the viewer may read; otherwise shows the sign-in form only."""
+def gate(pages: Sequence[Page]) -> bool:
+    """Whether the viewer may read and the run exists; otherwise shows why not. Draws the links to the pages."""
     journal_reader = reader(chosen())
     if may_read(journal_reader):
+        if _no_such_run():
+            return False
+        with st.sidebar.container(gap="xxsmall"):
+            for link in pages:
+                st.page_link(link, query_params=chosen_run(), width="stretch")
         _switcher()
+        st.sidebar.html(LOST_TITLE, unsafe_allow_javascript=True)  # a constant
         return True
     st.title("rolecall")
     sidebar(journal_reader)

@@ -4,10 +4,11 @@ Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the p
 state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
+import statistics
 from collections.abc import Sequence
 from functools import cache
 
-from rolecall.core.text import escape
+from rolecall.core.text import escape, seconds
 from rolecall.dashboards.data.run_state import GLYPHS
 
 STATES = {
@@ -33,11 +34,17 @@ ICONS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
 
 SERVER_LOST = (
     "The server of this dashboard does not answer. The job and its recovery do not need it.\\A "
-    "1. See where `rolecall dashboard` was started why it ended, and start it again with the same options.\\A "
-    "2. Until then, `rolecall status RUN` and `rolecall incidents RUN` show the same in a terminal.\\A "
+    "1. See where rolecall dashboard was started why it ended, and start it again with the same options.\\A "
+    "2. Until then, the commands rolecall status RUN and rolecall incidents RUN show the same in a terminal.\\A "
     "This page reconnects by itself."
 )
 """Replaces the text of Streamlit's dialog, which is about Streamlit. The only dialog of the dashboard without a form."""
+
+LOST_TITLE = """<script>window.rolecallTitle ??= setInterval(() => {
+  const lost = document.querySelector('[role="dialog"] > h2 + div > div:not(:has(input, button))');
+  if (lost && !document.title.startsWith("? ")) document.title = "? disconnected · " + document.title;
+}, 1000)</script>"""
+"""Without it the tab keeps the last known state while the server is gone. The next draw of the page sets it again."""
 
 _CSS = """
 :root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
@@ -46,6 +53,7 @@ _CSS = """
 [data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
 [data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
 .rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
+.rc a { color: light-dark(#1a56c4, #8ab4ff); }
 .rc-soft { color: var(--soft); }
 .rc-run { color: var(--soft); margin: 0; }
 .rc-state { display: flex; flex-wrap: wrap; align-items: baseline; gap: .1rem .7rem; border: 1px solid var(--line);
@@ -81,20 +89,35 @@ _CSS = """
 .rc-map i, .rc-ranks i { width: 13px; height: 13px; border-radius: 3px; background: currentColor; display: block; }
 .rc-map i:not([class]), .rc-ranks i:not([class]) { opacity: .55; }
 .rc-map i[class], .rc-ranks i[class] { font: 700 11px/13px sans-serif; text-align: center; }
+.rc-map i.rc-standby, .rc-map i.rc-ended { opacity: .8; }
 .rc-map i[class]::before, .rc-ranks i[class]::before { content: attr(data-g); color: var(--card); }
 .rc-ranks { margin-top: .2rem; color: light-dark(#00694f, #4fd1a5); }
 .rc-bands { color: var(--soft); font-size: .9rem; margin: 0; } .rc-bands span { margin-right: 1rem; }
 .rc-bands b { color: #d1495b; }
 .rc-table { border-collapse: collapse; } .rc-table.wide { width: 100%; } .rc-table td, .rc-table th { text-align: left;
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
-.rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; }
+.rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
-.st-key-incidents-show { display: none; }
+.st-key-incidents-show, .rc-phone-cards { display: none; }
+.rc-phone-cards div { position: relative; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
+  margin-bottom: .5rem; background: var(--card); }
+.rc-phone-cards a { position: absolute; inset: 0; }
+.rc-sparks { display: flex; gap: .75rem; flex-wrap: wrap; }
+.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: 24rem; }
+.rc-sparks figcaption, .rc-sparks small { color: var(--soft); font-size: .85rem; } .rc-sparks b { font-size: 1.45rem; }
+.rc-sparks div { display: flex; align-items: flex-end; gap: 2px; height: 2.6rem; margin-top: .3rem; }
+.rc-sparks div i { flex: 1; min-height: 2px; max-width: 1.2rem; background: #3b7dd8; border-radius: 1px; }
+.rc-sparks div span { color: var(--soft); font-size: .75rem; line-height: 1.3rem; padding-right: .4rem; }
+.rc-phone-cards i { font-style: normal; font-weight: 600; }
+.rc-phone-cards span, .rc-phone-cards small { display: block; color: var(--soft); font-size: .85rem; }
 [role="dialog"] > h2 + div > div:not(:has(input, button)) { font-size: 0; } [role="dialog"] > h2 + div pre { display: none; }
 [role="dialog"] > h2 + div > div:not(:has(input, button))::after { font-size: 1rem; white-space: pre-line; content:
   "SERVER_LOST"; }
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
-@media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 3.2rem 1rem 3rem; }
+@media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 4.6rem 1rem 3rem; }
+  .rc-phone-cards { display: block; } .st-key-incidents-table, .st-key-incidents-sparks, .st-key-incidents-keys,
+  [class*="st-key-incidents-sparks"] { display: none; }
+  .rc-events tbody tr:nth-child(n+6) { display: none; }
   .rc-card dl { grid-template-columns: 5.6rem 1fr; column-gap: .5rem; } .rc-card dt { overflow-wrap: normal; }
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
@@ -188,6 +211,18 @@ def card(
     )
 
 
+def sparkline(label: str, values: Sequence[float]) -> str:
+    """Durations as bars from 0 to the largest, which is named, with their median."""
+    top = max(values) or 1.0
+    bars = "".join(f'<i style="height:{100 * v / top:.0f}%" title="{seconds(v)}"></i>' for v in values)
+    said = f"median {seconds(statistics.median(values))}, from {seconds(min(values))} to {seconds(max(values))}"
+    return (
+        f"<figure><figcaption>{escape(label)}</figcaption><b>{seconds(statistics.median(values))}</b> <small>median; "
+        f'{seconds(min(values))} to {seconds(max(values))}</small><div role="img" aria-label="{said}"><span>'
+        f"{seconds(top)}<br>0</span>{bars}</div></figure>"
+    )
+
+
 def cell(state: str, name: str) -> str:
     """A replica or rank in a map. A usual one is a plain square; any other has its glyph and its name."""
     if state == "healthy":
@@ -195,7 +230,8 @@ def cell(state: str, name: str) -> str:
     return f'<i class="rc-{class_of(state)}" data-g="{STATES[state][0]}" title="{escape(f"{name}: {state}", 200)}"></i>'
 
 
-def band_legend(bands: Sequence[tuple[str, str]]) -> str:
-    """The letters of the fault bands in the charts above."""
+def band_legend(bands: Sequence[tuple[str, str]], num_all: int) -> str:
+    """The letters of the fault bands in the charts above. `num_all`: faults of the run, of which these are the newest."""
     parts = "".join(f"<span><b>{escape(key)}</b> {escape(what, 200)}</span>" for key, what in bands)
-    return f'<p class="rc rc-bands">Faults: {parts}</p>'
+    head = "Faults" if num_all <= len(bands) else f"Faults, the last {len(bands)} of {num_all:,}"
+    return f'<p class="rc rc-bands">{head}: {parts}</p>'

@@ -25,6 +25,8 @@ ICON = (
 )
 
 st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide", initial_sidebar_state=220)
-chosen = st.navigation([st.Page(f"{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
-if gate():
+pages = [st.Page(f"{name}.py", title=title, icon=icon) for name, title, icon in PAGES]
+# The links are drawn by hand, because those of `st.navigation` drop the run from the address.
+chosen = st.navigation(pages, position="hidden")
+if gate(pages):
     chosen.run()

@@ -180,6 +180,16 @@ def counted_until(
     return now if not ended and (watched or has_open_incident) else committed_at
 
 
+def waiting_trainers(lost: Sequence[Loss], trainers: Iterable[str]) -> list[tuple[str, float]]:
+    """Healthy trainers, and the seconds that each waited for the lost ones of one incident."""
+    of_trainers = [loss for loss in lost if loss.role == "trainer"]
+    if not of_trainers:
+        return []
+    since, until = min(loss.since for loss in of_trainers), max(loss.stalled_until for loss in of_trainers)
+    others = sorted(set(trainers) - {loss.replica for loss in of_trainers})
+    return [(replica, until - since) for replica in others if until > since]
+
+
 def lost_seconds(
     lost: Iterable[Loss], start: float, end: float, *, num_rollouts: int, num_trainers: int
 ) -> dict[tuple[str, Loss], float]:
@@ -423,6 +433,10 @@ class EttrAccumulator:
             self._settled[cause] = self._settled.get(cause, 0.0) + seconds
         self._settled_until = until
         self._losses = [c for c in self._losses if c.until > until]
+
+    def open_losses(self) -> tuple[Loss, ...]:
+        """Losses of open incidents, until infinity while they go on."""
+        return tuple(loss for loss in self._open_losses(math.inf) if loss.incident_id)
 
 
 def _began_at(incident: Incident) -> float:

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
-from rolecall.core.journal.payloads import StepCommitted
-from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.incident_titles import GLYPHS, MODE_OBSERVE, severity, title, would_do
+from rolecall.core.text import counted, plain, seconds, utc
+from rolecall.dashboards.data.incident_titles import GLYPHS, severity, title
 from rolecall.dashboards.data.run_state import KIND_OF
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageModel
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.view import Facts
+from rolecall.dashboards.pages.status import NOT_YET_KNOWN, doing
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 
 WHO_SHOWN = 4
 SIMILAR_MAX = 8
 LINK_SECONDS = 300.0
-"""Time before the onset and after the last event that links to logs and Grafana show."""
+"""Time before the onset and after the close (of an open incident: the opening) that links to logs and Grafana show."""
 REPLICA_BOARD = "rolecall-replica"
 """UID of the Grafana dashboard of one replica (dashboards/grafana/board.py)."""
 
@@ -35,7 +35,8 @@ class IncidentBrief:
     rows: Facts
 
 
-def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> IncidentBrief:
+def brief(whole: IncidentPageModel, step: int | None, similar: Sequence[Incident]) -> IncidentBrief:
+    """`step`: that the fault hit (`run_state.step_of`)."""
     head, incident = whole.head, whole.material.incident
     if incident is None:
         return IncidentBrief(
@@ -47,10 +48,10 @@ def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> I
     newest = f", the newest {similar[0].incident_id} at {utc(similar[0].opened_at)}" if similar else ""
     rows = (
         ("where", _where(head.who)),
-        ("action", _done(whole, mode)),
+        ("action", _done(whole)),
         ("is it over", head.state),
         ("cost", cost_words(whole.cost)),
-        ("onset", f"{facts.get('Onset', '')}, detected {facts.get('Detected', '')} by {facts.get('Detected by', '')}"),
+        ("onset", f"{facts.get('Onset', '')}, {facts.get('Found', '')} by {facts.get('Detected by', '')}"),
         ("confidence", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
         ("slowdown", facts.get("Slowdown compared with peers", "")),
         ("injected fault", head.injected),
@@ -61,8 +62,8 @@ def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> I
     return IncidentBrief(
         kind="good" if over else KIND_OF[level],
         glyph=head.glyph if over else GLYPHS[level],
-        title=title(incident, step_of(whole.material)),
-        tags=(head.status,) if over else (str(level), head.status),
+        title=title(incident, step),
+        tags=(str(level), head.status),
         soft=head.incident_id,
         because=head.sentence,
         rows=tuple((label, text) for label, text in rows if text),
@@ -76,12 +77,12 @@ def _where(who: Sequence[str]) -> str:
     return "; ".join(who[:WHO_SHOWN]) + more
 
 
-def _done(whole: IncidentPageModel, mode: str) -> str:
-    incident = whole.material.incident
-    if not whole.plan_sections or incident is None:
+def _done(whole: IncidentPageModel) -> str:
+    material = whole.material
+    if material.incident is not None and material.is_open:
+        return doing(material.incident, material.mode, material.now)
+    if not whole.plan_sections:
         return "no plan was made"
-    if mode == MODE_OBSERVE and incident.action_started_at is None:
-        return f"nothing, mode observe; {would_do(incident)}"
     last = whole.plan_sections[-1]
     attempts = f" at attempt {last.number}" if last.number > 1 else ""
     return f"{last.title}: {last.outcome}{attempts}"
@@ -90,28 +91,18 @@ def _done(whole: IncidentPageModel, mode: str) -> str:
 def cost_words(cost: IncidentCost | None) -> str:
     if cost is None:
         return ""
+    if not cost.how and not cost.is_final:
+        return NOT_YET_KNOWN
     parts = [
         f"{cost.replica_seconds:,.1f} replica-seconds" if cost.replica_seconds else "",
         f"{cost.gpu_seconds:,.1f} GPU-seconds" if cost.gpu_seconds else "",
-        f"{cost.steps_interrupted} step{'s' * (cost.steps_interrupted > 1)} interrupted"
-        if cost.steps_interrupted
-        else "",
-        f"{cost.steps_undone} step{'s' * (cost.steps_undone > 1)} rolled back" if cost.steps_undone else "",
+        f"{counted(cost.steps_interrupted, 'step')} interrupted" if cost.steps_interrupted else "",
+        f"{counted(cost.steps_undone, 'step')} rolled back" if cost.steps_undone else "",
         f"{cost.tokens_lost:,} tokens lost" if cost.tokens_lost else "",
         f"{cost.tokens_kept:,} tokens kept" if cost.tokens_kept else "",
     ]
     found = ", ".join(p for p in parts if p)
     return f"{found}{'' if cost.is_final else ' so far'}" if found else ""
-
-
-def step_of(material: IncidentPageInputs) -> int | None:
-    """The step that was being worked on at the onset: the next one to be committed."""
-    if material.incident is None:
-        return None
-    onset = material.incident.first_diagnosis.onset
-    steps = [(e.wall_at, e.payload.step) for e in material.around if isinstance(e.payload, StepCommitted)]
-    after = next((step for at, step in steps if at > onset), None)
-    return after if after is not None else steps[-1][1] + 1 if steps else None
 
 
 def similar_before(incident: Incident | None, incidents: Iterable[Incident]) -> tuple[Incident, ...]:
@@ -138,8 +129,10 @@ def links(settings: Settings, material: IncidentPageInputs) -> tuple[tuple[str, 
     incident = material.incident
     if incident is None:
         return ()
-    begin = incident.first_diagnosis.onset - LINK_SECONDS
-    end = (incident.closed_at if incident.closed_at is not None else material.now) + LINK_SECONDS
+    first = incident.first_diagnosis
+    begin = first.onset - LINK_SECONDS
+    end = max(first.onset, incident.opened_at if incident.closed_at is None else incident.closed_at) + LINK_SECONDS
+    end = min(end, material.now)
     suspect = incident.diagnosis.suspects[0] if incident.diagnosis.suspects else None
     node, replica = (str(suspect.node), suspect.replica) if suspect else ("", "")
     found = []

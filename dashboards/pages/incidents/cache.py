@@ -57,7 +57,7 @@ from rolecall.detector.sources.prometheus_api import (
     PrometheusResponseTooLarge,
     PrometheusUnavailable,
 )
-from rolecall.views.ettr import Loss, losses
+from rolecall.views.ettr import Loss, losses, waiting_trainers
 from rolecall.views.incidents import IncidentSummary, MatchedIncidents
 
 K = EventKind
@@ -77,7 +77,7 @@ class IncidentCost:
     is_final: bool
     """False: the incident is open and the cost still grows."""
     how: tuple[str, ...]
-    """How the replica-seconds add up, a line each."""
+    """How the replica-seconds add up, a line each; empty: no loss is known."""
 
 
 def cost(
@@ -88,7 +88,7 @@ def cost(
         return None
     end = material.events[-1].wall_at if material.events and not material.is_open else material.now
     lost = losses(MatchedIncidents(summaries=(summary,)), end)
-    waiting = _waiting(material, lost)
+    waiting = waiting_trainers(lost, (name for name, _ in material.known if name.startswith(TRAINER)))
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
     during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]
     hit = {x.replica for x in lost}
@@ -105,18 +105,6 @@ def cost(
         is_final=not material.is_open,
         how=tuple(_words(lost, waiting)),
     )
-
-
-def _waiting(material: IncidentPageInputs, lost: list[Loss]) -> list[tuple[str, float]]:
-    """Healthy trainers, and how long each waited for the lost ones."""
-    of_trainers = [loss for loss in lost if loss.replica.startswith(TRAINER)]
-    if not of_trainers:
-        return []
-    affected = {loss.replica for loss in of_trainers}
-    since = min(loss.since for loss in of_trainers)
-    until = max(loss.stalled_until for loss in of_trainers)
-    others = sorted({replica for replica, _ in material.known if replica.startswith(TRAINER)} - affected)
-    return [(replica, until - since) for replica in others if until > since]
 
 
 def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
@@ -211,7 +199,7 @@ class IncidentPageCache:
         kept = before[1] if before is not None else None
         with reader.journal() as journal:
             window = kept.material.window if kept is not None else None
-            material = read(journal, snapshot.projection, incident_id, reader.settings.run, now, window)
+            material = read(journal, snapshot.projection, incident_id, reader.settings.run, now, window, snapshot.mode)
         made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
             made = self._with_prometheus(made, reader.settings)

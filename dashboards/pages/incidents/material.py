@@ -68,6 +68,8 @@ class IncidentPageInputs:
     faults: tuple[InjectedFault, ...]
     missing: tuple[str, ...]
     """Missing inputs, each with its reason."""
+    mode: str = ""
+    """Of the watch."""
 
     @property
     def is_open(self) -> bool:
@@ -81,6 +83,7 @@ def read(
     run: RunDir | None,
     now: float,
     window: Mapping[str, Any] | None = None,
+    mode: str = "",
 ) -> IncidentPageInputs:
     """`window`: if already read; a stored window never changes. Raises JournalError: the journal is not readable."""
     incident = projection.incidents.get(incident_id)
@@ -106,6 +109,7 @@ def read(
         window=window if window is not None else _window(journal, incident_id, missing),
         faults=_of_that_time(faults, around),
         missing=tuple(missing),
+        mode=mode,
     )
 
 

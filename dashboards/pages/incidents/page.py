@@ -1,44 +1,42 @@
-"""The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident: first the whole
-story on one screen (brief.py), then tabs.
+"""The Incidents page: the list (listing.py); with `?incident=ID`, the page of that incident: first the whole story on
+one screen (brief.py), then tabs.
 
 Untrusted text is shown with `st.text` and `st.code`, or escaped; headings and labels are constant.
 """
 
 import json
 import shlex
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
-from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
-from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import counted, plain, seconds, utc
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
+from rolecall.dashboards.data.run_state import step_of
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents import table, view
+from rolecall.dashboards.pages.incidents import listing, table, view
 from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
+from rolecall.dashboards.pages.incidents.comparisons import comparison_chart, comparisons
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
-from rolecall.dashboards.pages.shell import chosen_run, page
-from rolecall.dashboards.pages.style import card
+from rolecall.dashboards.pages.shell import RUN, chosen_run, other_runs, page, run_links
+from rolecall.dashboards.pages.status import NOT_YET_KNOWN
+from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
-ANY = ""
-SEVERITY_OPTIONS = tuple(f"{GLYPHS[level]} {level}" for level in SEVERITIES)
-SEVERITY_COLOURS = ("red", "orange", "blue")
-ROW_PIXELS = 58
-"""Two lines of a diagnosis; a longer one is whole on the incident's page, and in the cell when it is opened."""
-SPARK_INCIDENTS, SPARK_MIN = 60, 3
-"""Incidents of the sparklines, the newest; fewer than the smallest number have none."""
-REVIEWS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
-WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
+SERIES_ADVICE = (
+    "`rolecall watch` stores what the detectors read in the last minutes when it opens an incident. Without that, "
+    "`rolecall dashboard --prometheus URL` shows the series of that time from Prometheus."
+)
+SEARCHED_MAX = 50
+"""Other runs that are searched for an incident, the newest."""
 
 
 def show() -> None:
@@ -47,159 +45,7 @@ def show() -> None:
         back()
         page("Incident", lambda r, snapshot: draw(r, snapshot, wanted))
     else:
-        page("Incidents", _draw)
-
-
-@st.cache_resource(show_spinner=False)
-def _records(journal_url: str) -> table.IncidentTable:
-    return table.IncidentTable()
-
-
-def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
-    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
-    now = reader.now()
-    wanted = _filters(table.choices(rows))
-    found = table.shown(rows, wanted, now)
-    _sparklines([r for r in rows if wanted.takes(r, now)])
-    _count(found, snapshot)
-    if found.rows:
-        _table(found.rows, now)
-    elif not rows:
-        st.info("No incidents in this run.", icon=":material/check_circle:")
-    else:
-        st.info("No incidents match these filters.", icon=":material/filter_alt_off:")
-    _pager(found, wanted)
-
-
-def _filters(offered: table.Choices) -> table.Filter:
-    """The filter widgets, synchronized with the URL in both directions."""
-    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
-    st.toggle("Filters", key="incidents-show")  # on a phone only (style.py)
-    with st.container(horizontal=True, key="incidents-filters", gap="xsmall"):
-        text = st.text_input("Search", before.text, key="incidents-text", width=180, placeholder="any column")
-        status = _choice("State", before.status, offered.statuses, "incidents-status")
-        role = _choice("Role", before.role, offered.roles, "incidents-role")
-        fault = _choice("Class", before.fault, offered.faults, "incidents-fault")
-        node = _choice("Node", before.node, offered.nodes, "incidents-node")
-        day = _choice("Day (UTC)", before.day, offered.days, "incidents-day")
-        within = _choice("Within", before.within, tuple(WITHIN), "incidents-within", WITHIN)
-        review = _choice("Review", before.review, tuple(REVIEWS), "incidents-review", REVIEWS)
-    now = table.Filter(
-        text=text.strip(), status=status, role=role, fault=fault, node=node, day=day, within=within, review=review
-    )
-    if now == replace(before, page=1):
-        return before
-    _write(now)
-    return now
-
-
-def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dict[str, str] | None = None) -> str:
-    """One of the existing values, or any. A value from the URL is offered even if it does not occur."""
-    options = [ANY, *offered, *([now] if now and now not in offered else [])]
-
-    def called(option: str) -> str:
-        return "any" if option == ANY else (words or {}).get(option, option.replace("_", " "))
-
-    return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=124))
-
-
-def _write(wanted: table.Filter) -> None:
-    others = {k: v for k, v in st.query_params.items() if k not in table.Filter.__slots__}
-    st.query_params.from_dict({**others, **wanted.to_query()})
-
-
-def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
-    """Times to detect and to recover of the newest incidents, oldest first."""
-    newest = rows[:SPARK_INCIDENTS]
-    shown = (
-        ("Time to detect", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
-        ("Time to verified recovery", [r.verified_seconds for r in reversed(newest) if r.verified_seconds is not None]),
-    )
-    if all(len(values) < SPARK_MIN for _, values in shown):
-        return
-    with st.container(horizontal=True, key="incidents-sparks"):
-        for label, values in shown:
-            if len(values) >= SPARK_MIN:
-                label, bars = f"{label}, median of the newest {len(values)}", [round(v, 3) for v in values]
-                st.metric(
-                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=320
-                )
-
-
-def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
-    of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
-    what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
-    with st.container(horizontal=True, vertical_alignment="center"):
-        st.text(f"{found.num_found:,}{of} {what}", width="content")
-        if found.rows and st.button("Open the first", key="incidents-first", shortcut="o", type="tertiary"):
-            _open(found.rows[0].incident_id)
-    if not snapshot.history.whole:
-        st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
-
-
-def _open(incident_id: str) -> None:
-    st.query_params[table.INCIDENT] = incident_id
-    st.rerun()
-
-
-def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
-    config = {
-        "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
-        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=90),
-        "what": st.column_config.TextColumn(width=150),
-        "opened (UTC)": st.column_config.TextColumn(width=105),
-        "because": st.column_config.TextColumn("diagnosis", width="large"),
-    }
-    run = chosen_run()
-    cells = [_cells(r, now, run) for r in rows]
-    filled = [name for name in cells[0] if any(c[name] for c in cells)] if cells else []
-    picked = st.dataframe(
-        [{name: c[name] for name in filled} for c in cells],
-        hide_index=True,
-        column_config=config,
-        row_height=ROW_PIXELS,
-        key="incidents-table",
-        on_select="rerun",
-        selection_mode="single-row",
-    )
-    chosen = picked["selection"]["rows"]
-    if chosen and chosen[0] < len(rows):
-        _open(rows[chosen[0]].incident_id)
-
-
-def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> dict[str, object]:
-    return {
-        "severity": [row.severity] if row.severity else [],
-        "what": row.title,
-        "state": row.words,
-        "because": row.because,
-        "link": table.href(row.incident_id, run),
-        "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
-        "found after onset": seconds(row.found_seconds, ""),
-        "verified after finding": seconds(row.verified_seconds, ""),
-        "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
-        "suspect": row.who,
-        "fault": row.fault_class.replace("_", " "),
-        "action": row.action.replace("_", " "),
-        "node": ", ".join(row.nodes[:3]),
-        "review": row.review,
-    }
-
-
-def _pager(found: table.IncidentTablePage, wanted: table.Filter) -> None:
-    if found.num_pages <= 1:
-        return
-    with st.container(horizontal=True, vertical_alignment="center"):
-        if st.button("Newer", disabled=found.page <= 1, key="incidents-newer", shortcut="k"):
-            _go(wanted, found.page - 1)
-        st.text(f"page {found.page} of {found.num_pages}")
-        if st.button("Older", disabled=found.page >= found.num_pages, key="incidents-older", shortcut="j"):
-            _go(wanted, found.page + 1)
-
-
-def _go(wanted: table.Filter, number: int) -> None:
-    _write(replace(wanted, page=number))
-    st.rerun()
+        page("Incidents", listing.draw)
 
 
 EVENTS_PER_PAGE = 100
@@ -232,8 +78,7 @@ TABS = ("Timeline", "Evidence", "Decision", "Cost", "What-if", "Events")
 
 def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     if incident_id not in snapshot.projection.incidents and incident_id not in snapshot.projection.broken:
-        st.info("The journal has no such incident.", icon=":material/search_off:")
-        st.text(plain(incident_id, 200))
+        _unknown(reader, incident_id)
         return
     try:
         whole = _cache(reader.settings.journal_url).get(reader, snapshot, incident_id)
@@ -242,7 +87,8 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
         st.text(plain(e))
         return
     earlier = similar_before(whole.material.incident, tuple(snapshot.projection.incidents.values()))
-    found = brief(whole, snapshot.mode, earlier)
+    step = None if whole.material.incident is None else step_of(whole.material.incident, snapshot)
+    found = brief(whole, step, earlier)
     _first_screen(reader, whole, found, earlier)
     _neighbours(reader, snapshot, incident_id)
     timeline, evidence, decision, cost, what_if, events = st.tabs(TABS)
@@ -265,16 +111,44 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
         _events(whole.material.events, whole.material.missing)
 
 
+def _unknown(reader: Reader, incident_id: str) -> None:
+    """Says that the run has no such incident, and searches the other runs of its folder on request."""
+    name = f"Run {reader.settings.name}" if reader.settings.name else "The journal"
+    st.html(banner("warn", f"{name} has no such incident: {plain(incident_id, 200)}"))
+    others, done = other_runs()[:SEARCHED_MAX], st.session_state.setdefault("incident-searched", {})
+    if incident_id not in done:
+        label = f"Search {counted(len(others), 'other run')}"
+        if not others or not st.button(label, icon=":material/search:", key="incident-search"):
+            return
+        done[incident_id] = _search(others, incident_id)
+    found, unread = done[incident_id]
+    st.text("It is in:" if found else "No other run has it.")
+    st.html(run_links({RUN: name, table.INCIDENT: incident_id} for name in found))
+    if unread:
+        st.text(plain(f"Not readable: {', '.join(unread)}", 600))
+
+
+def _search(runs: Sequence[RunDir], incident_id: str) -> tuple[list[str], list[str]]:
+    """(the runs that have the incident, those that cannot be read)."""
+    found, unread = [], []
+    for run in runs:
+        try:
+            if has_incident(run.database_url, incident_id, SystemClock()):
+                found.append(str(run.run_id))
+        except JournalError:
+            unread.append(str(run.run_id))
+    return found, unread
+
+
 def _neighbours(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     """To the incidents beside this one in the unfiltered table."""
-    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
-    names = [r.incident_id for r in rows]
+    names = [r.incident_id for r in listing.all_rows(reader, snapshot)]
     at = names.index(incident_id)
     with st.container(horizontal=True, key="incident-neighbours"):
         if st.button("Newer", disabled=at == 0, key="incident-newer", shortcut="k", type="tertiary"):
-            _open(names[at - 1])
+            listing.open_page(names[at - 1])
         if st.button("Older", disabled=at + 1 == len(names), key="incident-older", shortcut="j", type="tertiary"):
-            _open(names[at + 1])
+            listing.open_page(names[at + 1])
 
 
 def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief, earlier: Sequence[Incident]) -> None:
@@ -352,12 +226,22 @@ def _evidence(reader: Reader, whole: IncidentPageModel, incident_id: str) -> Non
     for n, chart in enumerate(charts):
         st.altair_chart(chart, width="stretch", key=f"incident-signal-{n}")
     _legend(whole)
+    if not charts:
+        _comparisons(whole)
     for text in (signals.missing, f"source: {signals.source}" if signals.signals else ""):
         if text:
             st.text(text[:1].upper() + text[1:] + ".")
     if signals.num_not_drawn:
         st.text(f"{signals.num_not_drawn} more suspects are not shown.")
     _findings(reader, whole, incident_id)
+
+
+def _comparisons(whole: IncidentPageModel) -> None:
+    """What the stored evidence has in numbers, where there are no series; and how to get series."""
+    incident = whole.material.incident
+    for n, found in enumerate(comparisons(incident.diagnosis) if incident is not None else ()):
+        st.altair_chart(comparison_chart(found), width="stretch", key=f"incident-comparison-{n}")
+    st.html(banner("note", "No series of the suspect and its peers.", advice=SERIES_ADVICE))
 
 
 def _after(value: float) -> str:
@@ -464,6 +348,10 @@ def _draw_recovery(whole: IncidentPageModel) -> None:
 def _cost(cost: IncidentCost | None) -> None:
     if cost is None:
         st.text("The cost cannot be computed, because the incident's events are malformed.")
+        return
+    if not cost.how:
+        st.text(f"{NOT_YET_KNOWN.capitalize()}." if not cost.is_final else "No loss is known.")
+        st.caption(COST_HELP)
         return
     facts = [
         ("Tokens lost", f"{cost.tokens_lost:,}"),

@@ -4,7 +4,7 @@
 draws `PAGE_ROWS` of them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Self
@@ -14,8 +14,8 @@ from rolecall.core.ids import split_replica
 from rolecall.core.text import plain, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS as SEVERITY_GLYPHS
 from rolecall.dashboards.data.incident_titles import severity, title
+from rolecall.dashboards.pages.status import GLYPHS, SET_ASIDE, status_of
 from rolecall.recovery.durations import durations
-from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import Incident, IncidentState
 
 PAGE_ROWS = 50
@@ -24,26 +24,6 @@ TEXT_CHARS_MAX = 200
 """Longest filter value that is accepted."""
 INCIDENT = "incident"
 """URL parameter with an incident id, which selects the page of that incident."""
-SET_ASIDE = "set aside"
-HELD = "blocked"
-ONLY_OBSERVED = "only observed"
-
-GLYPHS: Mapping[str, str] = {
-    IncidentState.OPEN: "●",
-    IncidentState.PLANNED: "●",
-    HELD: "‖",
-    ONLY_OBSERVED: "◎",
-    IncidentState.PROPOSED: "?",
-    IncidentState.ACTING: "▶",
-    IncidentState.VERIFYING: "◐",
-    "resolved": "✓",
-    "tolerated": "–",
-    "ended": "○",
-    "self_recovered": "⊘",
-    "escalated": "✗",
-    SET_ASIDE: "⚠",
-}
-"""A glyph for each status, so that colour is not the only cue."""
 WITHIN_SECONDS: Mapping[str, float] = {"hour": 3600.0, "day": 86_400.0, "week": 7 * 86_400.0}
 
 
@@ -54,7 +34,7 @@ class IncidentTableRow:
     incident_id: str
     title: str = ""  # `trainer/1 hung`
     severity: str = ""  # with its glyph; empty: unknown
-    status: str  # state while open, outcome when closed, or `set aside`
+    status: str  # of `status.GLYPHS`
     is_open: bool = False
     who: str = "unknown"
     roles: tuple[str, ...] = ()
@@ -84,18 +64,9 @@ class IncidentTableRow:
         return max(0.0, (self.closed_at if self.closed_at is not None else now) - self.opened_at)
 
 
-def status_of(incident: Incident) -> str:
-    """The status of an incident, one of `GLYPHS`."""
-    if incident.outcome is not None:
-        return str(incident.outcome)
-    attempt = incident.attempt
-    if incident.state is IncidentState.PLANNED and attempt is not None and attempt.held_by:
-        return ONLY_OBSERVED if MODE in attempt.held_by else HELD
-    return str(incident.state)
-
-
-def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
-    """`set_aside`: why the incident is not handled further; empty: it is handled."""
+def row_of(incident: Incident, set_aside: str = "", step: int | None = None) -> IncidentTableRow:
+    """`set_aside`: why the incident is not handled further; empty: it is handled. `step`: that it hit. The status of
+    an open incident depends on the time and is filled in by `IncidentTable`."""
     diagnosis, attempt = incident.diagnosis, incident.attempt
     names = [s.name for s in diagnosis.suspects]
     roles = {s.role or _role(s.replica) for s in diagnosis.suspects if s.role or s.replica}
@@ -104,9 +75,9 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     return _searchable(
         IncidentTableRow(
             incident_id=incident.incident_id,
-            title=title(incident),
+            title=title(incident, step),
             severity=f"{SEVERITY_GLYPHS[level]} {level}",
-            status=SET_ASIDE if set_aside else status_of(incident),
+            status=SET_ASIDE if set_aside else str(incident.outcome or incident.state),
             is_open=incident.state is not IncidentState.CLOSED and not set_aside,
             who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "none",
             roles=tuple(sorted(plain(r, 60) for r in roles)),
@@ -144,17 +115,28 @@ def _searchable(row: IncidentTableRow) -> IncidentTableRow:
 class IncidentTable:
     """Cached rows by incident, rebuilt only for changed incidents. Owned by one page."""
 
-    _made: dict[str, tuple[Incident, str, IncidentTableRow]] = field(default_factory=dict)
+    _made: dict[str, tuple[Incident, str, int | None, IncidentTableRow]] = field(default_factory=dict)
 
-    def rows(self, incidents: Mapping[str, Incident], broken: Mapping[str, object]) -> list[IncidentTableRow]:
-        """All rows: open incidents first, then newest first."""
+    def rows(
+        self,
+        incidents: Mapping[str, Incident],
+        broken: Mapping[str, object],
+        *,
+        mode: str = "",
+        now: float = 0.0,
+        step_of: Callable[[Incident], int | None] = lambda _: None,
+    ) -> list[IncidentTableRow]:
+        """All rows: open incidents first, then newest first. `mode`: of the watch."""
         found = []
         for name, incident in list(incidents.items()):
             why = first_line(broken[name]) if name in broken else ""
-            before = self._made.get(name)
-            if before is None or before[0] is not incident or before[1] != why:
-                before = self._made[name] = (incident, why, row_of(incident, why))
-            found.append(before[2])
+            before, step = self._made.get(name), step_of(incident)
+            if before is None or before[0] is not incident or before[1:3] != (why, step):
+                before = self._made[name] = (incident, why, step, row_of(incident, why, step))
+            row = before[3]
+            if row.is_open:
+                row = _searchable(replace(row, status=status_of(incident, mode, now)))
+            found.append(row)
         found += [broken_row(name, first_line(why)) for name, why in list(broken.items()) if name not in incidents]
         return sorted(found, key=lambda r: (not r.is_open, -r.opened_at, r.incident_id))
 

@@ -128,6 +128,8 @@ def build_timeline(material: IncidentPageInputs, summary: IncidentSummary | None
 
 def _shorter(words: str, known: str) -> str:
     """The text without the diagnosis, which is shown at the top of the page and which most reasons repeat."""
+    if known and words == known:
+        return "same reason, more evidence"
     short = words.replace(known, "…") if known else words
     begun = next((n for n in range(len(known), 20, -1) if short.endswith(known[:n])), 0) if known else 0
     return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
@@ -171,8 +173,14 @@ def _moments(material: IncidentPageInputs, summary: IncidentSummary | None) -> l
         made = OWN.get(event.kind)
         if made is not None:
             kind, text_of = made
-            found.append(TimelineEntry(event.wall_at, kind, plain(text_of(event))))
+            found.append(TimelineEntry(_at(event), kind, plain(text_of(event))))
     return found + _of_run(material, summary)
+
+
+def _at(event: Event) -> float:
+    """A fault is detected at its finding, from which all durations count; its incident is opened afterwards."""
+    payload = event.payload
+    return payload.diagnosis.detected_at if isinstance(payload, IncidentOpened) else event.wall_at
 
 
 def _because(prefix: str) -> Callable[[Event], str]:

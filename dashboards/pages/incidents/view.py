@@ -3,7 +3,7 @@ verification of the recovery. Pure; every text is plain and limited in length.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import Evidence, Suspect
 from rolecall.core.journal.events import Event, EventKind
@@ -19,10 +19,10 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.text import in_words, node_text, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, ONLY_OBSERVED, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
+from rolecall.dashboards.pages.status import EXPIRED, GLYPHS, SET_ASIDE, status_of
 from rolecall.recovery.durations import IncidentDurations, durations
-from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState, paged_text
+from rolecall.recovery.incidents import Attempt, Decision, Incident, paged_text
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
@@ -60,7 +60,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         )
     diagnosis = incident.diagnosis
     took = durations(incident, material.now) if summary is None else summary.durations(material.now)
-    status = SET_ASIDE if material.set_aside else status_of(incident)
+    status = SET_ASIDE if material.set_aside else status_of(incident, material.mode, material.now)
     who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
     more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
@@ -68,6 +68,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         ("Confidence", f"{diagnosis.confidence:.0%}"),
         ("Detected by", plain(in_words(", ".join(diagnosis.detectors)), 200) or "unknown"),
         ("Onset", utc(incident.first_diagnosis.onset)),
+        ("Found", took.found_words or "requested"),
         ("Times", took.words),
     ]
     if diagnosis.gain_ratio is not None:
@@ -111,34 +112,8 @@ def _injected(summary: IncidentSummary | None) -> str:
 
 
 def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
-    attempt = incident.attempt
     took = durations(incident, now) if summary is None else summary.durations(now)
-    if incident.outcome is not None:
-        return _closed_words(incident, took)
-    match incident.state:
-        case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
-            left = "" if attempt.expires_at is None else f"; expires in {seconds(max(0.0, attempt.expires_at - now))}"
-            return f"Awaiting approval: {action_words(attempt.plan)}{left}"
-        case IncidentState.PROPOSED if attempt is not None:
-            return f"{str(attempt.decision).capitalize()} by {attempt.decided_by or 'unknown'}; waiting for the guards"
-        case IncidentState.ACTING if attempt is not None and attempt.started_at is not None:
-            return f"Recovering: {action_words(attempt.plan)}, for {seconds(max(0.0, now - attempt.started_at))}"
-        case IncidentState.VERIFYING if attempt is not None and attempt.done_at is not None:
-            return (
-                f"{action_words(attempt.plan)} is done; verifying progress for "
-                f"{seconds(max(0.0, now - attempt.done_at))}"
-            )
-        case IncidentState.PLANNED if status_of(incident) == ONLY_OBSERVED:
-            return f"No: {took.end_words}"
-        case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
-            guards = in_words(", ".join(sorted(attempt.held_by)))
-            return f"Blocked by {guards}: {action_words(attempt.plan)}; {took.end_words}"
-        case IncidentState.PLANNED if attempt is not None:
-            return f"Planned: {action_words(attempt.plan)}; {took.end_words}"
-        case _:
-            failed = incident.failures[-1] if incident.failures else None
-            after = f"; attempt {failed.number} failed: {failed.failed_because}" if failed else ""
-            return f"Diagnosed, {took.end_words}; no plan yet{after}"
+    return f"No, {took.end_words}" if incident.outcome is None else _closed_words(incident, took)
 
 
 def _closed_words(incident: Incident, took: IncidentDurations) -> str:
@@ -184,14 +159,16 @@ class CollectedEvidenceSection:
 
 
 def findings(material: IncidentPageInputs) -> tuple[FindingSection, ...]:
-    """The diagnosis and its updates, oldest first."""
-    found = []
+    """The diagnosis and the updates that changed it, oldest first."""
+    found: list[FindingSection] = []
     for event in material.events:
         if isinstance(event.payload, IncidentOpened | IncidentUpdated):
             diagnosis = event.payload.diagnosis
             when = "Diagnosed" if isinstance(event.payload, IncidentOpened) else "Updated"
             title = f"{when} {utc(event.wall_at)} by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
-            found.append(_finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle))
+            section = _finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle)
+            if not found or replace(found[-1], title="") != replace(section, title=""):
+                found.append(section)
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
 
@@ -276,13 +253,13 @@ class PlanSection:
 def plan_sections(material: IncidentPageInputs) -> tuple[PlanSection, ...]:
     if material.incident is None:
         return ()
-    return tuple(_decided(a, material.incident, material.events) for a in material.incident.attempts)
+    return tuple(_decided(a, material.incident, material) for a in material.incident.attempts)
 
 
-def _decided(attempt: Attempt, incident: Incident, events: Iterable[Event]) -> PlanSection:
+def _decided(attempt: Attempt, incident: Incident, material: IncidentPageInputs) -> PlanSection:
     last = attempt is incident.attempt
     until = float("inf") if last else next(b.made_at for b in incident.attempts if b.number == attempt.number + 1)
-    during = [e for e in events if attempt.made_at <= e.wall_at < until]
+    during = [e for e in material.events if attempt.made_at <= e.wall_at < until]
     held = [f"{in_words(e.payload.guard)}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
     facts = [("Planned", utc(attempt.made_at))]
     if attempt.started_at is not None:
@@ -297,7 +274,7 @@ def _decided(attempt: Attempt, incident: Incident, events: Iterable[Event]) -> P
         also_hit=tuple(plain(text, 300) for text in attempt.plan.also_hit[:NUM_SHOWN_MAX]),
         held=tuple(plain(text, 600) for text in held[:NUM_SHOWN_MAX]),
         commands=tuple(_operator_commands(during)),
-        outcome=plain(_outcome(attempt, incident), 600),
+        outcome=plain(_outcome(attempt, incident, material.mode, material.now), 600),
         facts=tuple(facts),
     )
 
@@ -333,7 +310,7 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
             yield plain(f"the plan expired: {event.payload.because}", 600)
 
 
-def _outcome(attempt: Attempt, incident: Incident) -> str:
+def _outcome(attempt: Attempt, incident: Incident, mode: str, now: float) -> str:
     if attempt.failure is not None:
         return f"failed ({in_words(attempt.failure)}): {attempt.failed_because}"
     if attempt is not incident.attempt:
@@ -342,9 +319,12 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
         return "done and verified" if incident.verified_at is not None else "done, not verified yet"
     if attempt.started_at is not None:
         return "in progress"
-    if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
+    if attempt.decision is Decision.REJECTED or (attempt.decision is Decision.EXPIRED and incident.closed_at):
         return f"{attempt.decision}: {attempt.decision_because}" if attempt.decision_because else str(attempt.decision)
-    return "not executed" if incident.closed_at is not None else "pending"
+    if incident.closed_at is not None:
+        return "not executed"
+    status = status_of(incident, mode, now)
+    return f"{status} at {utc(attempt.expires_at or now)}; nothing will happen" if status == EXPIRED else status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,13 +14,14 @@ import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.policy_health import BY_NAME
-from rolecall.core.text import escape, plain, seconds
+from rolecall.core.text import counted, escape, plain, seconds
 from rolecall.dashboards.data.hardware import Query
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts
+from rolecall.dashboards.pages.accounting.page import worker
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import chosen_run, page
@@ -40,6 +41,8 @@ from rolecall.views.snapshot import ReplicaRow
 OPEN_MAX = 12
 """Open incidents shown in full; the Incidents page lists the rest."""
 TABLE_KEY = "overview.table"
+AUDIT_KEY = "overview.audit"
+"""(run, what its newest audit found wrong), of the run that this session looks at."""
 QUERIES: Mapping[str, str] = {
     "targets up": "count(up == 1)",
     "targets down": "count(up == 0)",
@@ -55,7 +58,7 @@ ADVICE = (
     "`--prometheus` is right."
 )
 CHIPS_MAX = 32
-"""A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
+"""A run with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
 UNWELL_MAX = 48
 RANKS_MAX = 64
 """Ranks drawn inside one replica, and in the table of ranks."""
@@ -102,11 +105,15 @@ def show() -> None:
     page("Overview", _draw, slow=_draw_slow)
 
 
-def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     state = run_state(snapshot)
     st.html(state_line(state.kind, state.word, state.details))
     for kind, head, sentence, advice in view.notices(snapshot):
         st.html(banner(kind, head, sentence, advice=advice))
+    run, failed = st.session_state.get(AUDIT_KEY, ("", ""))
+    if failed and run == reader.settings.name:
+        st.html(banner("bad", failed, "The records of this run contradict each other: its accounts may be wrong."))
+        st.page_link("accounting.py", label="See the audit", icon=":material/receipt_long:", query_params=chosen_run())
     _draw_incidents(snapshot)
     shown = view.headline_figures(snapshot)
     if shown:
@@ -119,7 +126,8 @@ def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
     with right:
         if events:
             st.subheader("Last events")
-            st.html(table(["ago", "event"], events, narrow=1))
+            when = "time (UTC)" if snapshot.run.ended else "ago"
+            st.html(f'<div class="rc-events">{table([when, "event"], events, narrow=1)}</div>')
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
@@ -134,17 +142,21 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
                     width="content",
                 )  # fmt: skip
                 label = "Approve or reject" if incident.stage == "awaits approval" else "Act on it"
-                st.page_link("operations.py", label=label, icon=":material/terminal:", width="content")
+                st.page_link(
+                    "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
+                    width="content",
+                )  # fmt: skip
     if len(open_) > OPEN_MAX:
-        st.page_link("incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
+        label = f"{len(open_) - OPEN_MAX} more incidents are open"
+        st.page_link("incidents.py", label=label, query_params={"status": "open", **chosen_run()})
 
 
 def _card(incident: view.OpenIncident, now: float) -> str:
-    took = age(max(0.0, now - incident.since))
     rows = [
         ("needed from you", incident.asks),
         ("paging", incident.paged),
-        ("recovery", incident.doing + ("" if incident.stage == view.ONLY_OBSERVED else f" ({took})")),
+        ("recovery", incident.doing),
+        ("cost", incident.cost),
         ("suspect", incident.suspects + (f" on {incident.nodes}" if incident.nodes else "")),
     ]
     soft = f"open for {age(max(0.0, now - incident.opened_at))}, {incident.incident_id}"
@@ -157,9 +169,12 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     if not found:
         return
     st.subheader("Replicas")
-    st.html("".join(role_html(r) for r in found))
+    compact = sum(len(r.cells) for r in found) > CHIPS_MAX
+    st.html("".join(role_html(r, compact=compact) for r in found))
+    if compact:
+        st.caption("One square per replica, grouped by node. The table below names each of them.")
     if sum(len(r.cells) for r in found) > 1 and st.toggle("Show all replicas as a table", key=TABLE_KEY):
-        cells = [c for r in found for c in r.cells]
+        cells = sorted((c for r in found for c in r.cells), key=lambda c: view.SEVERITY[c.state])  # worst first
         counted = any(c.incarnation for c in cells)
         served = any(c.policy_version >= 0 for c in cells)
         st.dataframe(
@@ -175,6 +190,7 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
                 ),
             },
             hide_index=True,
+            placeholder="",
         )
 
 
@@ -194,7 +210,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
         across = curve[0].last_step, curve[-1].last_step
         shown = (
             ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
-            ("step time, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
+            ("step time as reported, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
             ("tokens per second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
         )
         for column, (title, points, colour, form) in zip(st.columns(COLUMNS), shown, strict=True):
@@ -204,10 +220,17 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                 with column:
                     st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
         if bands:
-            st.html(band_legend([(b.key, b.title) for b in bands]))
+            st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
     _draw_policy_health(curve, bands)
+    audit = worker(reader.settings).latest().audit  # drawn on top, in the next refresh
+    num_problems = 0 if audit is None or audit.ok else len(audit.problems)
+    failed = f"The audit found {counted(num_problems, 'problem')}." if num_problems else ""
+    st.session_state[AUDIT_KEY] = reader.settings.name, failed
     rows = view.lost_rows(snapshot)
-    if rows:
+    if not snapshot.history.whole:
+        st.subheader("Lost time")
+        st.caption(f"Loading history: {snapshot.history.percent} %.")
+    elif rows:
         st.subheader("Lost time")
         st.html(table(["role", "fault", "lost", "share of run time"], rows))
         st.caption(
@@ -282,13 +305,14 @@ def _draw_policy_health(curve: Sequence[Bucket], bands: Sequence[charts.FaultBan
                 st.caption(panel.normal)
 
 
-def role_html(role: view.RoleSummary) -> str:
+def role_html(role: view.RoleSummary, *, compact: bool = False) -> str:
+    """`compact`: chips only for unhealthy replicas, a map for all."""
     counts = "".join(
         f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num:,}&nbsp;{state}</span>'
         for state, num in role.counts
     )
     parts = [f"<p><b>{escape(role.name)}</b> {counts}</p>"]
-    if len(role.cells) <= CHIPS_MAX:
+    if len(role.cells) <= CHIPS_MAX and not compact:
         parts.append(_chips(role, role.cells))
     else:
         unwell = role.unhealthy

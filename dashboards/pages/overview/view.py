@@ -8,28 +8,28 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import ActionKind, Plan, Suspect
+from rolecall.core.diagnosis import ActionKind, Suspect
 from rolecall.core.journal.payloads import OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import counted, in_words, plain, seconds
+from rolecall.core.text import counted, in_words, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
     GLYPHS,
     MODE_OBSERVE,
     SEVERITIES,
     Severity,
     severity,
-    step_at,
     title,
-    would_do,
 )
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.data.run_state import KIND_OF
+from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.charts import FaultBand
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
+from rolecall.dashboards.pages.status import NOT_YET_KNOWN, ONLY_OBSERVED, doing, status_of
 from rolecall.dashboards.pages.style import STATES
-from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState, paged_text
+from rolecall.recovery.incidents import UNDER_REPAIR, Incident, paged_text
 from rolecall.reports.charts import ROLE_ORDER, key_of
+from rolecall.views.ettr import waiting_trainers
 from rolecall.views.lifetimes import replica_order
 from rolecall.views.observed_ranks import ObservedRank
 from rolecall.views.snapshot import ReplicaRow
@@ -37,9 +37,8 @@ from rolecall.views.snapshot import ReplicaRow
 LOST_ROWS_MAX = 8
 """Causes of lost time that are listed; the rest is one row."""
 SEVERITY = {state: n for n, state in enumerate(STATES)}
-BANDS_MAX = 26
-"""Faults that charts show, the newest."""
-ONLY_OBSERVED = "only observed"
+BANDS_MAX = 10
+"""Faults that charts show, the newest; more cannot be told apart."""
 SILENT_SECONDS = 30.0
 """A watched rank that was not sampled for this long is not known to be alive."""
 
@@ -70,7 +69,7 @@ class OpenIncident:
     because: str
     stage: str
     doing: str
-    since: float  # wall seconds at which it entered this stage
+    cost: str
     asks: str  # required operator action; empty: none
     paged: str  # what paging on-call did; empty: nobody was to be paged
     opened_at: float
@@ -153,6 +152,8 @@ def state_of(
     """The most important state of a replica, one of `STATES`."""
     if row.state == ReplicaState.STOPPED:
         return "ended" if ended else "lost"
+    if ended and row.serves:
+        return "ended"  # of a run that is over nothing serves or stands by, whatever its last record says
     if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not row.serves):
         return "being replaced"
     if row.replica in suspects and suspects[row.replica] in (None, row.incarnation):
@@ -167,7 +168,7 @@ def state_of(
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
-    stage, doing, since, asks = _doing(incident, snapshot)
+    stage = status_of(incident, snapshot.mode, snapshot.at)
     diagnosis = incident.diagnosis
     paged = ""
     if incident.page_reason:
@@ -176,7 +177,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         told = not rest or stage == ONLY_OBSERVED
         paged = paged_text(incident.page_channel) + ("" if told else f": {rest}")
     ended = snapshot.run.ended != ""
-    unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. "
+    unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. Last: "
     return OpenIncident(
         incident_id=incident.incident_id,
         title=title(incident, step_of(incident, snapshot)),
@@ -185,9 +186,9 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
-        doing=unwatched + doing,
-        since=since,
-        asks=asks,
+        doing=unwatched + doing(incident, snapshot.mode, snapshot.at),
+        cost=_cost(incident, snapshot),
+        asks=_asks(incident, snapshot),
         paged=paged,
         opened_at=incident.opened_at,
     )
@@ -214,46 +215,28 @@ def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     ]
 
 
-def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
-    """The step that the fault hit; of a job that rolecall only watches, the one at which the suspects stand."""
-    if snapshot.trends.curve:
-        return step_at(snapshot.trends.curve, incident.first_diagnosis.onset)
-    named = {(s.replica, s.rank) for s in incident.diagnosis.suspects}
-    here = (r for r in snapshot.observed if {(r.replica, r.rank), (r.replica, None)} & named)
-    return max((r.step for r in here if r.step >= 0), default=None)
+def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
+    """The replica-seconds so far, as on the incident's page."""
+    lost = [
+        replace(loss, until=min(loss.until, snapshot.at), stalled_until=min(loss.stalled_until, snapshot.at))
+        for loss in snapshot.trends.still_open
+        if loss.incident_id == incident.incident_id
+    ]
+    if not lost:
+        return NOT_YET_KNOWN
+    trainers = (r.replica for r in snapshot.run.replicas if r.replica.startswith("trainer/"))
+    waited = sum(spent for _, spent in waiting_trainers(lost, trainers))
+    return f"{sum(loss.until - loss.since for loss in lost) + waited:,.1f} replica-seconds so far"
 
 
-def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
-    """(stage, current action, its start time, required operator action)."""
-    attempt = incident.attempt
-    if attempt is None:
-        return "diagnosed", "Planning the recovery.", incident.opened_at, ""
-    if snapshot.mode == MODE_OBSERVE and attempt.started_at is None:
-        return ONLY_OBSERVED, would_do(incident), attempt.made_at, ""
-    plan = attempt.plan
-    if incident.state is IncidentState.ACTING:
-        return "acting", _sentence(plan), attempt.started_at or attempt.made_at, ""
-    if incident.state is IncidentState.VERIFYING:
-        said = f"{plan.words} is done; waiting for the replacement to make progress."
-        return "verifying", said, attempt.done_at or attempt.made_at, ""
-    if attempt.failure is not None:
-        return "failed", f"{plan.words} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
-    rows = plan_rows([incident], snapshot.mode, snapshot.at)
-    if not rows:
-        return "no action", plan.because, attempt.made_at, ""
-    row = rows[0]
-    asks = ""
-    if row.status is PlanStatus.AWAITS_APPROVAL:
-        left = row.seconds_left(snapshot.at)
-        within = "" if left is None else f" within {seconds(left)}"
-        asks = f"Approve or reject this plan{within}: {plan.words}."
-    return str(row.status), _sentence(plan), attempt.made_at, asks
-
-
-def _sentence(plan: Plan) -> str:
-    """A plan as text. Most reasons already name its targets."""
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets)
-    return plan.because if targets and targets in plan.because else f"{plan.words}: {plan.because}"
+def _asks(incident: Incident, snapshot: JournalSnapshot) -> str:
+    """What the operator is to decide; empty: nothing."""
+    row = next(iter(plan_rows([incident], snapshot.mode, snapshot.at)), None)
+    if row is None or row.status is not PlanStatus.AWAITS_APPROVAL or snapshot.mode == MODE_OBSERVE:
+        return ""
+    left = row.seconds_left(snapshot.at)
+    within = "" if left is None else f" within {seconds(left)}"
+    return f"Approve or reject this plan{within}: {row.attempt.plan.words}."
 
 
 def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
@@ -278,13 +261,13 @@ def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
         ended = incident.verified_at or incident.closed_at
         first = position(incident.first_diagnosis.onset)
         last = curve[-1].last_step + 1.0 if ended is None else position(ended)
-        name = title(incident, step_at(curve, incident.first_diagnosis.onset))
+        name = title(incident, step_of(incident, snapshot))
         bands.append(FaultBand(key=key_of(number), title=name, first_step=first, last_step=max(last, first + 0.5)))
     return tuple(bands)
 
 
 def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
-    """The newest events, newest first: age, what, about what, why."""
+    """The newest events, newest first: age (of an ended run the time in UTC), and what, about what, why."""
     rows = []
     for event in reversed(snapshot.trends.recent):
         about = str(getattr(event.payload, "replica", "") or getattr(event.payload, "node", "") or "")
@@ -295,7 +278,8 @@ def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
             what = f"{paged_text(event.payload.channel)},"
         where = ", ".join(filter(None, (about, event.incident_id)))
         text = f"{what} {where}".strip() + (f": {why}" if why else "")
-        rows.append([age(snapshot.at - event.wall_at), plain(text, 240)])
+        when = utc(event.wall_at)[5:19] if snapshot.run.ended else age(snapshot.at - event.wall_at)
+        rows.append([when, plain(text, 240)])
     return rows
 
 
@@ -349,8 +333,14 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         notes += [f"{counted(lags[2], 'rollout')} lost"] if lags[2] else []
         behind = ", ".join(notes) or "all rollouts up to date"
     lost = "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
+    at_most = ""
     if account is not None:
-        lost = f"{seconds(sum(account.lost.values()))} lost to faults"
+        total, counted_in = sum(account.lost.values()), {loss.incident_id for loss in snapshot.trends.still_open}
+        lost = f"{seconds(total)} lost to faults"
+        unknown = sum(i.incident_id not in counted_in for i in snapshot.projection.open_incidents())
+        if unknown:
+            at_most, missing = "≤ ", f"the cost of {counted(unknown, 'open incident')} is not known yet"
+            lost = f"{lost}; {missing}" if total else missing
     curve = snapshot.trends.curve
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
@@ -362,9 +352,9 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         ("step", step, of),
         ("reward", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
         ("tokens per second", "" if rate is None else f"{rate:,.0f}", rated),
-        ("step time", seconds(run.step_seconds, ""), "mean of the last five"),
+        ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five"),
         ("policy version", "" if lags is None else str(lags[0]), behind),
-        ("ETTR", "" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", lost),
+        ("ETTR", "" if account is None or account.ettr is None else f"{at_most}{100 * account.ettr:.1f} %", lost),
         *_observed_figures(snapshot),
     ]
     return [row for row in rows if row[1]]

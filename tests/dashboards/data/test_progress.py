@@ -13,6 +13,7 @@ from rolecall.dashboards.data.progress import (
     Curve,
     RunTrendsProjection,
     merged,
+    step_at,
 )
 from rolecall.reports.report import read_facts
 from rolecall.views.ettr import UNDETECTED, EttrAccumulator, ettr, losses, steps, training_began
@@ -23,6 +24,16 @@ def bucket(step: int, *, reward: float = 0.5, seconds: float = 1.0) -> Bucket:
     return Bucket(
         first_step=step, last_step=step, at=float(step), num=1, reward=reward, seconds=seconds, seconds_max=seconds, tokens=10
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "step"),
+    [(0.5, 0), (1.0, 1), (1.5, 1), (2.5, None), (3.5, 8), (9.0, 9)],
+    ids=["before the first", "at a commit", "between two", "in a gap", "after a gap", "after the last"],
+)
+def test_the_step_at_a_time_is_the_next_to_be_committed(at: float, step: int | None) -> None:
+    assert step_at([(1.0, 0), (2.0, 1), (3.0, 7), (4.0, 8)], at) == step
+    assert step_at([], at) is None
 
 
 @pytest.mark.parametrize("injections", [True, False])
@@ -44,6 +55,8 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     assert {key for key, seconds in course.account.lost.items() if seconds} == {
         ("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow"),
     }  # fmt: skip
+    assert not fold.ettr.is_losing and course.still_open == ()
+    assert course.steps == {"i-1": 23, "i-2": 54, "i-3": 84}
     assert fold.trends(0.0, {}, whole=False).account is None  # half a history has no ETTR
 
 

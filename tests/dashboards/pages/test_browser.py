@@ -254,6 +254,14 @@ def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finis
 
 def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[RunDir, str]) -> None:
     with at(chromium, finished[1], *PAGES["incidents"]) as shot:
+        shot.page.keyboard.press("j")
+        eventually(
+            lambda: shot.page.get_by_role("button", name="Previous row").is_enabled(), "the second row is marked"
+        )
+        shot.page.keyboard.press("k")
+        eventually(
+            lambda: shot.page.get_by_role("button", name="Previous row").is_disabled(), "the first row is marked"
+        )
         shot.page.keyboard.press("o")
         shot.page.wait_for_url("**/incidents?incident=i-3")
         shot.page.get_by_text("rollout/0 slow").first.wait_for()
@@ -303,6 +311,7 @@ FIGURES = {"ranks", "nodes", "last progress", "last sample", "step of the job", 
 def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("two")
     one, other = MadeRun(folder, run_id="one"), MadeRun(folder, run_id="other", num_steps=3)
+    other.open(name="i-9")
     for made in (one, other):
         made.journal.close()
     with served(folder, [str(one.run.path)]) as address:
@@ -311,6 +320,18 @@ def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_fac
         with at(chromium, address, "/?run=other", "of 120") as shot:
             shot.page.wait_for_function("() => document.title.includes('other')")
             assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
+            shot.page.get_by_test_id("stSidebar").get_by_role("link", name="Fleet").click()
+            shot.page.wait_for_url("**/fleet?run=other")
+            shot.open("/fleet?run=other")  # what a reload or a copied address shows
+            shot.page.wait_for_function("() => document.title.includes('other')")
+        with at(chromium, address, "/?run=nosuch", "No run nosuch in") as shot:
+            assert "Replicas" not in shot.text()
+            shot.page.get_by_role("link", name="other").click()
+            shot.page.get_by_text("of 120").first.wait_for()
+        with at(chromium, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
+            shot.page.get_by_role("button", name="Search 1 other run").click()
+            shot.page.get_by_role("link", name="other").click()
+            shot.page.get_by_text("Copy as Markdown").wait_for()
 
 
 def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -324,4 +345,5 @@ def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pyte
         text = shot.page.locator("[role=dialog] > h2 + div > div")
         text.first.wait_for(state="attached")
         said = text.first.evaluate("e => getComputedStyle(e, '::after').content")
-        assert "rolecall dashboard" in said and "rolecall status" in said
+        assert "rolecall dashboard" in said and "rolecall status" in said and "`" not in said
+        shot.page.wait_for_function("() => document.title.startsWith('? disconnected')")

@@ -143,11 +143,8 @@ STATES = {
         "✗",
         "Escalated, closed 2.50 s after the opening: 2 replacements in a row died before their first progress",
     ),
-    "proposed": (
-        "?",
-        "Awaiting approval: replace replica of rollout/1#1; expires in 10 min 00 s",
-    ),
-    "held": ("‖", "Blocked by paused: replace replica of rollout/1#1"),
+    "proposed": ("?", "No, open for "),
+    "held": ("‖", "No, open for "),
     "observed": ("⊘", "Self-recovered: the fault ended without action by rolecall"),
     "cannot tell": ("–", "On-call paged over test"),
     "user code": ("✗", "Escalated"),

@@ -9,7 +9,6 @@ from rolecall.core.errors import JournalError
 from rolecall.core.faults import FaultClass
 from rolecall.dashboards.pages.incidents.table import (
     PAGE_ROWS,
-    SET_ASIDE,
     Filter,
     IncidentTable,
     IncidentTableRow,
@@ -19,6 +18,7 @@ from rolecall.dashboards.pages.incidents.table import (
     row_of,
     shown,
 )
+from rolecall.dashboards.pages.status import GLYPHS, SET_ASIDE, doing, status_of
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation
 from tests.dashboards.incident_cases import HOSTILE, world_of
@@ -103,10 +103,35 @@ def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "self_recovered")]
+    ("kind", "mode", "status", "words"),
+    [
+        ("held", "act", "blocked by a guard", "blocked by paused: replace rollout/1#1 on"),
+        ("held", "observe", "only observed", "nothing, mode observe; rolecall would replace rollout/1#1 on"),
+        ("proposed", "approve", "awaits approval", "waiting for approval to replace rollout/1#1 on"),
+        ("observed", "act", "self_recovered", ""),
+    ],
 )
-def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
-    assert row_of(world_of(kind, tmp_path).only()).status == status
+def test_one_status_for_all_pages(kind: str, mode: str, status: str, words: str, tmp_path: Path) -> None:
+    world = world_of(kind, tmp_path)
+    incident, now = world.only(), world.clock.wall()
+    (found,) = IncidentTable().rows({"i": incident}, {}, mode=mode, now=now)
+    assert found.status == status_of(incident, mode, now) == status and status in GLYPHS
+    if words:
+        assert doing(incident, mode, now).startswith(words)
+
+
+def test_a_proposal_that_expired_is_not_being_done(tmp_path: Path) -> None:
+    world = world_of("proposed", tmp_path)
+    incident, records = world.only(), IncidentTable()
+    (before,) = records.rows({"i": incident}, {}, mode="approve", now=world.clock.wall())
+    (after,) = records.rows({"i": incident}, {}, mode="approve", now=world.clock.wall() + 3600)
+    assert (before.status, after.status) == ("awaits approval", "approval expired")
+    assert doing(incident, "approve", world.clock.wall() + 3600).startswith("nothing: the approval expired at 20")
+
+
+def test_titles_have_the_step(tmp_path: Path) -> None:
+    (found,) = IncidentTable().rows({"i": world_of("resolved", tmp_path).only()}, {}, step_of=lambda _: 53)
+    assert found.title == "rollout/1 crashed in step 53"
 
 
 def test_marks_show_and_are_found(tmp_path: Path) -> None:

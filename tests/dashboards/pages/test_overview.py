@@ -1,6 +1,7 @@
 """The Overview page in every state of a run, as Streamlit draws it; and its view functions by table."""
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
+from rolecall.dashboards.data.progress import RunTrends
+from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.page import role_html
 from rolecall.dashboards.pages.overview.view import RoleSummary, state_of
-from rolecall.dashboards.pages.style import STATES, banner, css
+from rolecall.dashboards.pages.style import STATES, band_legend, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.observed_ranks import FLAG, ObservedRank, from_json, to_json
 from rolecall.views.snapshot import ReplicaRow
@@ -70,7 +73,8 @@ def test_an_open_incident_is_shown_on_top(tmp_path: Path) -> None:
     made.plan(plan)
     made.act(plan)
     page = text(drawn(made.settings()))
-    assert "rollout/1#1 has finished nothing for 2.9 s" in page and "the smallest unit that holds the suspect" in page
+    assert "rollout/1#1 has finished nothing for 2.9 s" in page and "in progress: replace rollout/1#1 on node-4" in page
+    assert "replica-seconds so far" in page
     assert page.index("2.9 s") < page.index("ETTR")
     assert "1&nbsp;being replaced" in page and "acting" in page
 
@@ -106,6 +110,51 @@ def test_a_dead_watch_is_reported(tmp_path: Path) -> None:
         conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 3700")
     page = text(drawn(made.settings()))
     assert "No watch is running." in page and "No watch holds the lease, so nothing is done." in page
+    assert "not watched for" in page
+
+
+def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path / "a")
+    made.open(replica="trainer/1")
+    look = first_snapshot(made.settings())
+    assert run_state(look).word == "Training"
+    later = replace(look, at=look.at + 3 * 3600)
+    state = run_state(later)
+    assert (state.word, state.kind) == ("Stalled: no step for 3 h", "bad")
+    assert "not watched for 2 h" in state.details and "stalled: no step for 3 h" in state.tab_title("made")
+    watched = replace(
+        later, observed=(), trends=RunTrends(), run=replace(look.run, step=-1, started_at=None, replicas=())
+    )
+    assert run_state(watched).word == "Not watched for 2 h"
+    ended = replace(later, run=replace(look.run, ended="completed"))
+    assert run_state(ended).word == "Run completed"
+
+
+def test_an_unknown_cost_is_never_0(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.open(replica="trainer/1")
+    look = first_snapshot(made.settings())
+    known = replace(look, trends=replace(look.trends, still_open=()))
+    (incident,) = view.open_incidents(known)
+    assert incident.cost == "not yet known"
+    ettr = next(row for row in view.headline_figures(known) if row[0] == "ETTR")
+    assert ettr[1].startswith("≤ ") and "the cost of 1 open incident is not known yet" in ettr[2]
+
+
+def test_an_ended_run_has_times_and_no_standby(fake_run: RunDir) -> None:
+    look = first_snapshot(Settings(journal_url=fake_run.database_url, run=fake_run))
+    assert all(":" in when for when, _ in view.recent_events(look))
+    assert {state for role in view.roles(look) for state, _ in role.counts} == {"ended"}
+
+
+def test_letters_of_bands_that_would_overlap_are_one_label() -> None:
+    bands = [
+        charts.FaultBand(key=k, title=k, first_step=s, last_step=s + 1) for k, s in (("A", 5), ("B", 96), ("C", 97))
+    ]
+    points = {"reward": [{"step": 0.0, "value": 1.0}, {"step": 100.0, "value": 2.0}]}
+    assert charts.columns(points, bands)["key"][2:] == ["A", "B–C", ""]
+    assert "the last 3 of 300" in band_legend([(b.key, b.title) for b in bands], 300)
+    assert "the last" not in band_legend([(b.key, b.title) for b in bands], 3)
 
 
 def test_a_finished_run_says_how_it_ended(fake_run: RunDir) -> None:
@@ -289,7 +338,7 @@ def test_a_chart_of_one_point_and_of_many() -> None:
     assert [layer["mark"]["type"] for layer in spec([{"step": 1, "value": 0.5}])["layer"]][2] == "point"
     many = [{"step": float(n), "value": 0.2 + n / 100} for n in range(42)]
     found = spec(many)
-    assert [layer["mark"]["type"] for layer in found["layer"]] == ["rect", "rule", "line", "text"]
+    assert [layer["mark"]["type"] for layer in found["layer"]] == ["rect", "rule", "line", "text", "text"]
     assert "data" not in found
     across = found["layer"][2]["encoding"]["x"]
     low, high = across["scale"]["domain"]
@@ -309,7 +358,7 @@ def test_faults_are_bands_with_letters_in_the_data_of_a_chart(tmp_path: Path) ->
     assert second.last_step >= 30 and first.last_step > first.first_step
     rows = charts.columns({"reward": [{"step": 1.0, "value": 0.5}]}, (first, second))
     assert rows["value"] == [0.5, None, None] and rows["until"][1:] == [first.last_step, second.last_step]
-    assert rows["key"] == ["", "A", "B"] and len({len(column) for column in rows.values()}) == 1
+    assert rows["key"] == ["", "A–B", ""] and len({len(column) for column in rows.values()}) == 1
 
 
 def test_the_last_ten_events_without_routine_ones(tmp_path: Path) -> None:
@@ -388,3 +437,11 @@ def test_a_lost_rollout_is_lost_and_not_behind(tmp_path: Path) -> None:
     look = first_snapshot(made.settings())
     assert view.versions(look) == (30, [(0, 1)], 1)
     assert ("policy version", "30", "1 rollout lost") in view.headline_figures(look)
+
+
+def test_a_failed_audit_is_on_top_of_the_page(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    damage(made.run, made.journal.head().position)
+    at = drawn(made.settings())
+    eventually(lambda: "The audit found" in text(at.run()), "the result of the audit")
+    assert any("accounting" in str(link.proto.page) for link in at.get("page_link"))

@@ -145,7 +145,7 @@ def watch_run(
     name="agents",
     epilog=examples(
         "rolecall watch agents http://node-1:9477,http://node-2:9477 --id my-job",
-        "rolecall watch agents nodes.yaml --id my-job --job 4711    # of several jobs on these nodes",
+        "rolecall watch agents nodes.yaml --job 4711     # one job of several",
         "rolecall watch agents nodes.yaml --webhook https://alerts.example/hook",
     ),
 )

@@ -38,6 +38,7 @@ def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str
         (_diagnosis(FaultClass.SLOW), "see what else runs on vm"),
         (_diagnosis(FaultClass.GPU), "restart the job without vm and have it checked"),
         (_diagnosis(FaultClass.CANNOT_TELL, advice="wait", settle="stacks"), "wait; it is settled by stacks"),
+        (_diagnosis(FaultClass.CANNOT_TELL, ranks=2), "wait for the second page"),
     ],
 )
 def test_the_engineer_is_told_what_to_do(diagnosis: Diagnosis, says: str) -> None:

@@ -43,7 +43,7 @@ CONTENT = {
     "Incidents": ("/incidents", ":text-matches('[0-9] incidents?')"),
     "Incidents, the table": ("/incidents", "[data-testid=stDataFrame]"),
     "One incident": (INCIDENT, "[role=tabpanel]"),
-    "Fleet": ("/fleet", "[data-testid=stMetric]"),
+    "Fleet": ("/fleet", ":text-matches('[0-9] (healthy|faulty|suspect|ended)')"),
     "Fleet, the table": ("/fleet", "[data-testid=stDataFrame]"),
     "Accounting": ("/accounting", "[data-testid=stMetric], [data-testid=stAlert], :text('The audit is running')"),
     "Operations": ("/operations", "[data-testid=stExpander]"),

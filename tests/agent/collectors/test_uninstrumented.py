@@ -462,9 +462,10 @@ def test_watch_reports_a_killed_and_a_stopped_rank(tmp_path: Path, job: Job) -> 
         assert "trainer/0 rank 1 (node-1, pid" in reported()["crash"] and "on signal 9" in reported()["crash"]
         assert "rollout/32" in reported()["hang"] and "state T" in reported()["hang"]
         eventually(lambda: all(i["oncall_paged"] for i in queries.incidents(run)), "an operator is called")
-        assert "rolecall only observes this job" in queries.incidents(run)[0]["page_reason"]
-        opened = {i["fault_class"]: i["would"] for i in queries.status(run)["open_incidents"]}
-        assert opened == {"crash": "replace trainer/0 on node-1", "hang": "replace rollout/32 on node-1"}
+        assert "rolecall only watches this job" in queries.incidents(run)[0]["page_reason"]
+        opened = {i["fault_class"]: i["to_do"] for i in queries.status(run)["open_incidents"]}
+        assert "read the log of trainer/0 rank 1" in opened["crash"]
+        assert f"kill -CONT {engine.pid}" in opened["hang"]
         engine.send_signal(signal.SIGCONT)
         eventually(lambda: [i["outcome"] for i in queries.incidents(run)].count("self_recovered") == 1, "it runs again")
         assert [i["fault_class"] for i in queries.status(run)["open_incidents"]] == ["crash"]

@@ -289,8 +289,9 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
         assert "logged; no notification channel configured" in card.inner_text()
         shot.page.wait_for_function("() => document.title.endsWith('1 open')")
         figures = shot.page.locator(".rc-figures")
-        first, below = card.bounding_box(), figures.bounding_box()
-        assert first is not None and below is not None and first["y"] < below["y"], "it heads the page"
+        # One call: between two, the page may be drawn anew.
+        top = "const top = which => document.querySelector(which).getBoundingClientRect().top"
+        shot.page.wait_for_function(f"() => {{ {top}; return top('article.rc-card') < top('.rc-figures') }}")
         words = figures.inner_text().split("\n")
         assert {"ranks", "nodes", "step of the job", "last progress", "last sample"} == set(words) & FIGURES
         assert shot.page.locator(".rc-ranks i").count() == 4
@@ -299,7 +300,7 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
         assert "–" not in shot.page.get_by_test_id("stMain").inner_text()
         shot.page.get_by_role("link", name="Open the incident").click()
         shot.page.get_by_text("Copy as Markdown").wait_for()
-        assert "No: open for" in shot.text() and "nothing, mode observe" in shot.text()
+        assert "No, open for" in shot.text() and "nothing, mode observe" in shot.text()
         shot.page.get_by_role("button", name="All incidents").click()
         shot.page.get_by_text("1 incident", exact=True).wait_for()
 

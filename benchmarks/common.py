@@ -44,7 +44,7 @@ def header(title: str, config: str, seeds: str, measured: str = "") -> list[str]
         f"# {title}",
         "",
         f"- commit {measured or commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        f"- host: {hardware()}, {model}, Linux {platform.release()}",
+        f"- host: {hardware()}, {model}, Linux {'.'.join(platform.release().split('.')[:2])}",
         f"- Python {platform.python_version()}, {versions}",
         f"- config: {config}",
         f"- seeds: {seeds}",

@@ -164,9 +164,14 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
             yield own + "\n"
     rows, nested = list[str](), list[tuple[str, type[BaseModel]]]()
     for name, field in model.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            nested.append((name, annotation))
+        # A section may be optional: `data` or null.
+        sections = [
+            a
+            for a in typing.get_args(field.annotation) or (field.annotation,)
+            if isinstance(a, type) and issubclass(a, BaseModel)
+        ]
+        if sections:
+            nested.append((name, sections[0]))
         else:
             rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {_cell(field.description or '')} |")
     if rows:
@@ -192,6 +197,8 @@ def _type_name(annotation: Any) -> str:
     arguments = typing.get_args(annotation)
     if arguments and typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return " or ".join(_type_name(a) for a in arguments)
+    if typing.get_origin(annotation) is tuple:
+        return f"list of {_type_name(arguments[0])}"
     members = getattr(annotation, "__members__", None)
     if members is not None:
         return " or ".join(f"`{m.value}`" for m in members.values())

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
-from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
+from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 
 VERSIONS_KEPT: Final = 2
 """Number of previous policy versions to keep, one copy each: the default staleness bound of a job."""
@@ -72,6 +72,7 @@ def recomputed_log_probs(
     tokens = batch.tokens_st[rows, :end]
     out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
     logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
-    sampled, versions = batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end]
+    sampled = batch.sampler_logprobs_st[rows, :end]
+    versions = torch.where(comparable(out.logits, sampling), batch.versions_st[rows, :end], -1)
     apart_s[rows] = disagreement(logprobs, sampled, versions, version)
     return apart_s

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from rolecall.core.config.data import SamplingConfig
 
+EDGE_PROBABILITY, EDGE_LOGIT = 1e-3, 1e-3
+"""How near to the edge of top-p or top-k a token may be for rounding to keep it in an engine and not in a trainer. An
+order more than float32 engines and trainers were seen to differ by."""
+
 
 def sampled_logits(logits_stv: Tensor, tokens_st: Tensor, sampling: SamplingConfig) -> Tensor:
     """Logits (S, T, V) whose softmax is the distribution; those left out are -inf.
@@ -24,6 +28,25 @@ def sampled_logits(logits_stv: Tensor, tokens_st: Tensor, sampling: SamplingConf
         left_out = _left_out(logits[:, :-1].float(), sampling)
         left_out.scatter_(-1, tokens_st[:, 1:, None], False)
     return torch.cat([logits[:, :-1].masked_fill(left_out, -math.inf), logits[:, -1:]], dim=1)
+
+
+def comparable(logits_stv: Tensor, sampling: SamplingConfig) -> Tensor:
+    """(S, T), bool: where engine and trainer sample token t from the same tokens in spite of rounding, so that their
+    log-probabilities can be compared. True at t = 0.
+    """
+    same = torch.ones(logits_stv.shape[:2], dtype=torch.bool)
+    if not sampling.top_k and sampling.top_p == 1:
+        return same
+    with torch.no_grad():
+        ordered = (logits_stv[:, :-1].float() / sampling.temperature).sort(dim=-1, descending=True).values
+        k = sampling.top_k
+        if k and k < ordered.shape[-1]:
+            same[:, 1:] &= ordered[..., k - 1] - ordered[..., k] > EDGE_LOGIT
+            ordered = ordered[..., :k]
+        probabilities = ordered.softmax(dim=-1)
+        away = (probabilities.cumsum(dim=-1) - probabilities - sampling.top_p).abs()
+        same[:, 1:] &= away.amin(dim=-1) > EDGE_PROBABILITY
+    return same
 
 
 def _left_out(logits: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, RolecallError, SamplerMismatch
+from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, NothingScored, RolecallError, SamplerMismatch
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.core.journal.payloads import (
@@ -192,7 +192,7 @@ class Controller:
                 return "stopped", self.state.stop_because
             main.result()
             return "completed", f"{self.state.step} steps"
-        except (StepFailed, DeadlineExceeded, BatchNotFilled, SamplerMismatch) as e:
+        except (StepFailed, DeadlineExceeded, BatchNotFilled, NothingScored, SamplerMismatch) as e:
             return "failed", str(e)
         finally:
             for task in (main, stop):

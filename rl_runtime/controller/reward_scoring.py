@@ -2,7 +2,8 @@
 A share of the groups is scored by a second worker (`disagreement.py`).
 
 A worker's result counts only if it is one finite number per sample. A group whose scoring fails `ATTEMPTS_MAX` times is
-dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure.
+dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure. If group after group
+is dropped, the run ends (`NothingScored`) instead of generating for nothing.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import DeadlineExceeded, RewardFailed, WrongNumbers
+from rolecall.core.errors import DeadlineExceeded, NothingScored, RewardFailed, WrongNumbers
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
@@ -36,6 +37,8 @@ SCORE_SECONDS = 2.0
 """A worker that has not scored a few groups within this is skipped: the groups go to another one."""
 LOSSES_MAX = 3
 """Workers that died while scoring one group: after three, the group is considered the cause."""
+DROPPED_MAX = 64
+"""Groups dropped in a row."""
 IDLE_SECONDS = 0.5
 WATCHED_GROUPS = 256
 """All groups of a worker that was contradicted are checked, this many."""
@@ -120,6 +123,7 @@ class RewardScoring:
         self._under_way: set[GroupId] = set()
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
+        self._dropped = 0  # in a row
 
     def sync(self, fleet: MembershipView) -> None:
         """Drops lost workers and starts new ones."""
@@ -247,6 +251,7 @@ class RewardScoring:
                     self._table.score(sent.group_id, rewards)
                 self._failed_at.pop(sent.group_id, None)
                 self._losses.pop(sent.group_id, None)
+            self._dropped = 0
             self._on_scored()
         finally:
             self._under_way.difference_update(ids)
@@ -300,6 +305,9 @@ class RewardScoring:
         self._losses.pop(group_id, None)
         if group_id in self._table.groups:
             self._give_up(group_id, reason)
+            self._dropped += 1
+            if self._dropped >= DROPPED_MAX:
+                raise NothingScored(groups=self._dropped, last=reason)
 
 
 def _shown(rewards: Rewards) -> str:

@@ -15,6 +15,7 @@ import psutil
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError, DeadlineExceeded, RewardFailed
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 CHECK_SECONDS = 300.0
 ROWS_CHECKED = 256
@@ -76,10 +77,7 @@ def _check_data(job: JobConfig) -> str:
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 
     task = DatasetTask(job)
-    prompts = [task.prompt(number) for number in range(min(task.num_rows, ROWS_CHECKED))]
-    if all(p.unusable for p in prompts):
-        none = f"no prompt of the first {len(prompts)} fits"
-        raise ConfigError([f"data.max_prompt_tokens: {none}: {prompts[0].unusable}"])
+    task.check(ROWS_CHECKED)
     return task.fingerprint
 
 
@@ -97,6 +95,7 @@ def _check_reward(job: JobConfig) -> str:
 
 def _check_model(job: JobConfig) -> str:
     config = _model_config(job)
+    vocabulary(job.model, None)
     from rolecall.rl_runtime.rollout.engine import import_vllm
 
     import_vllm()

@@ -156,7 +156,7 @@ def _folder(path: Path, config: DataConfig) -> _Records:
     try:
         import datasets
     except ImportError:
-        advice = "a folder needs `datasets`: pip install 'rolecall[data]', or give a .jsonl or .parquet file"
+        advice = "a folder needs `datasets`: pip install '.[data]' in a clone, or give a .jsonl or .parquet file"
         raise ConfigError([f"data.path: {advice}"], config.path) from None
     datasets.disable_progress_bars()
     try:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.dataset import open_dataset, row_of
 from rolecall.rl_runtime.tasks.rewards.functions import Answer
@@ -35,9 +36,30 @@ class DatasetTask(Task):
     def num_rows(self) -> int:
         return len(self._dataset)
 
+    def check(self, rows: int) -> None:
+        """Reads every row, and renders the first `rows` prompts.
+
+        Raises:
+            ConfigError: the first row that cannot be used, or no prompt is short enough.
+        """
+        for number in range(self.num_rows):
+            self._dataset.row(number)
+        lengths = [
+            len(self._tokenizer.prompt_tokens(self._dataset.row(n), self._data))
+            for n in range(min(rows, self.num_rows))
+        ]
+        longest = self._data.max_prompt_tokens
+        if min(lengths) > longest:
+            none = f"none of the first {len(lengths)} prompts fits: the shortest has {min(lengths)} tokens"
+            raise ConfigError([f"data.max_prompt_tokens: {none}, at most {longest}"])
+
     def prompt(self, number: int) -> Prompt:
         row, _ = self._row_of(number)
-        tokens = self._tokenizer.prompt_tokens(self._dataset.row(row), self._data)
+        try:
+            tokens = self._tokenizer.prompt_tokens(self._dataset.row(row), self._data)
+        except ConfigError:
+            # Not the reason itself, which quotes the row: the ledger holds no text.
+            return Prompt(group_id=group_id(number), tokens=(), unusable="the prompt of this row cannot be rendered")
         longest = self._data.max_prompt_tokens
         unusable = f"prompt too long: {len(tokens)} tokens, at most {longest}" if len(tokens) > longest else ""
         return Prompt(group_id=group_id(number), tokens=tokens, unusable=unusable)

@@ -8,7 +8,7 @@ from typing import Any
 from rolecall.core.config.data import DataConfig
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.tasks.dataset import Row
-from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
+from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, rows_of
 
 
 class TextTokenizer:
@@ -27,13 +27,12 @@ class TextTokenizer:
         if eos is None:
             raise ConfigError(["model.path: the tokenizer has no end token"], str(folder))
         pad, bos = self._tokenizer.pad_token_id, self._tokenizer.bos_token_id
-        text = config.get("text_config", config)
         self.vocab = Vocabulary(
             ids={},
             pad=eos if pad is None else pad,
             bos=eos if bos is None else bos,
             eos=eos,
-            size=int(text.get("vocab_size") or len(self._tokenizer)),
+            size=rows_of(config, len(self._tokenizer)),
         )
         self._folder = folder
 

@@ -125,8 +125,13 @@ def folder_vocabulary(folder: Path, task: TaskName | None = TaskName.DIGIT_PARIT
         pad=eos if pad is None else pad,
         bos=eos if bos is None else bos,
         eos=eos,
-        size=int(config["vocab_size"]),
+        size=rows_of(config, len(tokenizer.get_vocab())),
     )
+
+
+def rows_of(config: dict[str, Any], otherwise: int) -> int:
+    """Rows of the embedding, by a model's config.json; multi-modal models have it in `text_config`."""
+    return int(config.get("text_config", config).get("vocab_size") or otherwise)
 
 
 def _first_id(value: Any) -> int | None:

@@ -8,7 +8,7 @@ beyond float32. It is flat: the policy's parameters, then the critic's.
 import threading
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from rolecall.rl_runtime.algorithms.objective import (
     objective,
     token_logprobs,
 )
-from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
+from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
@@ -100,13 +100,15 @@ class Gradients:
         )
 
     def _objective(self, state: TrainerState, batch: Batch, terms: TokenSelection) -> Objective:
-        logprobs, entropy = self._logprobs(state.policy.module, batch)
+        logits = state.policy.module(input_ids=batch.tokens_st, use_cache=False).logits
+        logprobs, entropy = self._logprobs(logits, batch)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                reference, _ = self._logprobs(self._reference, batch)
+                reference, _ = self._logprobs(self._reference(input_ids=batch.tokens_st, use_cache=False).logits, batch)
+        versions = torch.where(comparable(logits, self._sampling), batch.versions_st, -1)
         return objective(
-            batch,
+            replace(batch, versions_st=versions),  # of the tokens to compare with the engine's
             self._algorithm,
             terms,
             logprobs_st=logprobs,
@@ -115,8 +117,7 @@ class Gradients:
             reference_logprobs_st=reference,
         )
 
-    def _logprobs(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=batch.tokens_st, use_cache=False).logits
+    def _logprobs(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(sampled_logits(logits, batch.tokens_st, self._sampling), batch.tokens_st)
 
 

@@ -19,6 +19,7 @@ RolecallError
 ├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
 ├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
 ├── RewardFailed             the user's reward function raised, took too long, or ended its process
+├── NothingScored            no group could be scored for so long that the run ends: how many, and why
 ├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
@@ -225,6 +226,12 @@ class RewardFailed(RolecallError):
     def __init__(self, *, kind: str, because: str) -> None:
         self.kind, self.because = kind, because
         super().__init__(f"reward function: {because}")
+
+
+class NothingScored(RolecallError):
+    def __init__(self, *, groups: int, last: str) -> None:
+        self.groups, self.last = groups, last
+        super().__init__(f"{groups} prompt groups in a row could not be scored, the last one: {last}")
 
 
 class NonFiniteValue(RolecallError):

@@ -153,7 +153,7 @@ def _math_verify() -> Callable[..., Any]:
     try:
         from math_verify import parse, verify
     except ImportError:
-        raise ConfigError(["reward.function: math_verify needs: pip install 'rolecall[data]'"]) from None
+        raise ConfigError(["reward.function: math_verify needs: pip install '.[data]' in a clone"]) from None
 
     def score(response: str, answer: Any) -> float:
         # Its own time limit uses a signal, which works in the main thread only; the group's deadline holds anyway.
@@ -167,7 +167,7 @@ def _reasoning_gym(task: str) -> Callable[..., Any]:
     try:
         import reasoning_gym
     except ImportError:
-        raise ConfigError(["reward.function: reasoning_gym needs: pip install 'rolecall[data]'"]) from None
+        raise ConfigError(["reward.function: reasoning_gym needs: pip install '.[data]' in a clone"]) from None
     try:
         dataset = reasoning_gym.create_dataset(task, size=1, seed=0)
     except Exception as e:  # deliberate: an unknown name raises ValueError, a bad configuration something else

@@ -1,12 +1,15 @@
 """The user's reward function in a child process of the reward worker.
 
-Its exceptions, endless loops and crashes stay there: at the deadline the child is killed, and a new one serves the next
-group. None of these is ever a reward.
+Its exceptions, endless loops and crashes stay there: at the deadline the child is killed with all that it started, and
+a new one serves the next group. None of these is ever a reward.
 """
 
+import atexit
 import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,6 +30,11 @@ class RewardProcess:
         self._process: Any = None
         self._connection: Connection | None = None
 
+    @property
+    def pid(self) -> int:
+        """Of the child; 0 before it is started."""
+        return 0 if self._process is None else int(self._process.pid)
+
     def start(self) -> None:
         """Starts the child and waits until the function is imported.
 
@@ -38,8 +46,10 @@ class RewardProcess:
             return
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._config.function), daemon=True)
+        # Not a daemon, which may have no children: functions that run code start processes.
+        self._process = context.Process(target=_serve, args=(theirs, self._config.function))
         self._process.start()
+        atexit.register(self.close)
         theirs.close()
         problem = self._receive(START_SECONDS, "its imports")
         if problem is not None:
@@ -67,7 +77,10 @@ class RewardProcess:
 
     def close(self) -> None:
         """Ends the child. Idempotent."""
+        atexit.unregister(self.close)
         if self._process is not None:
+            with suppress(ProcessLookupError):  # it has its own group from its first line on
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join(END_SECONDS)
         if self._connection is not None:
@@ -94,7 +107,7 @@ class RewardProcess:
 
 
 def _serve(connection: Connection, name: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends the run in order
+    os.setsid()  # also: Ctrl-C is for the supervisor, which ends the run in order
     try:
         score = load_scorer(name)
     except ConfigError as e:

@@ -195,7 +195,7 @@ class AlgorithmConfig(Section):
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     """Prompt groups in one microbatch."""
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    """Of the policy's AdamW, without a schedule."""
+    """Of the policy's AdamW; section `optimizer` has its course."""
     grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Gradients of policy and critic are each clipped to this norm."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5

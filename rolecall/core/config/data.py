@@ -51,12 +51,12 @@ class SamplingConfig(Section):
     """How answers are sampled. Log-probabilities are those of the distribution that is sampled from; the trainers'
     are of the same one."""
 
-    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     """Logits are divided by it."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The smallest set of tokens with this probability together is sampled from. 1: all."""
+    """Sample only from the smallest set of tokens with this probability together. 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """The most probable so many tokens are sampled from. 0: all."""
+    """Sample only from this many most probable tokens. 0: all."""
     stop: tuple[str, ...] = ()
     """An answer ends after one of these texts, which belong to it. Needs a model folder with a tokenizer."""
 

@@ -399,13 +399,16 @@ def load_job(path: Path) -> JobConfig:
 
 
 def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
+    def absolute(path: str) -> str:
+        return str(folder / Path(path).expanduser())
+
     changes: dict[str, Section] = {}
     if job.model.path is not None:
-        changes["model"] = job.model.model_copy(update={"path": str(folder / job.model.path)})
+        changes["model"] = job.model.model_copy(update={"path": absolute(job.model.path)})
     if job.data is not None:
-        changes["data"] = job.data.model_copy(update={"path": str(folder / job.data.path)})
+        changes["data"] = job.data.model_copy(update={"path": absolute(job.data.path)})
     if job.reward is not None and ".py:" in job.reward.function:
-        changes["reward"] = job.reward.model_copy(update={"function": str(folder / job.reward.function)})
+        changes["reward"] = job.reward.model_copy(update={"function": absolute(job.reward.function)})
     return job.model_copy(update=changes)
 
 

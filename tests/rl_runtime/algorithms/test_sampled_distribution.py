@@ -8,7 +8,7 @@ import torch
 
 from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.objective import token_logprobs
-from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
+from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 
 
 def distribution(logits: list[float], *, temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -58,3 +58,13 @@ def test_a_token_of_other_weights_has_a_finite_log_probability_and_gradient() ->
 def test_without_settings_nothing_is_changed() -> None:
     logits = torch.randn(2, 3, 5)
     assert sampled_logits(logits, torch.zeros(2, 3, dtype=torch.int64), SamplingConfig()) is logits
+
+
+def test_tokens_at_an_edge_that_rounding_may_move_are_not_compared() -> None:
+    # Probabilities 0.5, 0.3, 0.2: top-p 0.8 is an edge to the last digit, 0.7 is none.
+    logits = torch.tensor([[[0.5, 0.3, 0.2]] * 2]).log()
+    found = {p: comparable(logits, SamplingConfig(top_p=p)).tolist() for p in (0.7, 0.8, 0.8005, 0.9)}
+    assert found == {0.7: [[True, True]], 0.8: [[True, False]], 0.8005: [[True, False]], 0.9: [[True, True]]}
+    tied = torch.tensor([[[2.0, 1.0, 1.0, 0.0]] * 2])
+    assert [comparable(tied, SamplingConfig(top_k=k)).tolist()[0][1] for k in (1, 2, 3, 4)] == [True, False, True, True]
+    assert comparable(tied, SamplingConfig()).all()

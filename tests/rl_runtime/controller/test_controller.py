@@ -184,6 +184,18 @@ def test_a_scorer_that_always_fails_never_makes_a_reward(tmp_path: Path) -> None
     assert any(r.startswith("reward_failed") for r in found.dropped_by_reason)
 
 
+def test_a_scorer_that_fails_for_every_group_ends_the_run(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 2)
+        for index in range(2):
+            w.fleet.newest(f"reward/{index}").body.answers = [KeyError("level")] * 10_000
+
+    w = world(tmp_path, 0, script=script).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed"
+    assert w.outcome.because == "64 prompt groups in a row could not be scored, the last one: reward_failed: KeyError"
+    assert w.audit().ok
+
+
 def test_a_rollout_that_proves_something_else_does_not_serve(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         w.fleet.newest("rollout/2").body.bad_proofs = 1

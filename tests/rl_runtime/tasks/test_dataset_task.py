@@ -87,6 +87,14 @@ def test_a_chat_with_its_own_system_message_keeps_it(folder: Path) -> None:
     assert words(task.prompt(0).tokens) == "<bos> system no <end> <bos> user say 1 <end> <bos> assistant"
 
 
+def test_a_row_that_cannot_be_used_is_found_before_the_start_and_ends_no_run(folder: Path) -> None:
+    rows = [*ROWS[:3], {**ROWS[3], "prompt": ""}, ROWS[4]]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=r"data.prompt: row 3: '' is not a text"):
+        _check_data(job_of(folder))
+    assert task_of(job_of(folder)).prompt(3).unusable == "the prompt of this row cannot be rendered"
+
+
 def test_a_prompt_that_is_too_long_says_so(folder: Path) -> None:
     task = task_of(job_of(folder, max_prompt_tokens=6))
     assert task.prompt(0).unusable == "prompt too long: 7 tokens, at most 6"
@@ -133,7 +141,7 @@ def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
     ("change", "why"),
     [
         ({"answer": "solution"}, r"data: row 0 has no column 'solution'; it has 'prompt', 'answer', 'level'"),
-        ({"max_prompt_tokens": 3}, r"data.max_prompt_tokens: no prompt of the first 5 fits: .* 7 tokens"),
+        ({"max_prompt_tokens": 3}, r"none of the first 5 prompts fits: the shortest has 7 tokens, at most 3"),
         ({"model": "bare"}, r"model.path: the tokenizer has no chat template"),
         ({"model": "missing"}, r"model.path: no usable tokenizer"),
     ],
@@ -190,7 +198,7 @@ def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPat
             },
             "system_prompt has no meaning with chat_template: false",
         ),
-        ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than or equal to 0.01"),
     ],
 )
 def test_sections_that_do_not_fit_together_are_refused(value: dict[str, Any], why: str) -> None:

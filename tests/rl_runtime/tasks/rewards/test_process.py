@@ -1,6 +1,8 @@
 """The child process of a reward worker: whatever the user's function does is never a reward and ends in time."""
 
+import os
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,10 @@ from rolecall.core.config.data import RewardConfig
 from rolecall.core.errors import ConfigError, RewardFailed
 from rolecall.rl_runtime.tasks.rewards.functions import Answer
 from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
+from tests.support import eventually
 
 FUNCTIONS = """
-import os, sys, time
+import multiprocessing, os, subprocess, sys, time
 
 def score(response):
     if response == "raise":
@@ -22,6 +25,10 @@ def score(response):
         os._exit(3)
     if response == "kill":
         os.kill(os.getpid(), 9)
+    if response == "start":
+        subprocess.Popen(["sleep", "601"])
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(602,)).start()
+        time.sleep(600)
     if response == "leave":
         sys.exit(5)
     return len(response)
@@ -59,6 +66,29 @@ def test_a_failure_is_no_reward_and_the_next_group_is_scored(process: RewardProc
         assert process.score([answer("abcd")]) == [4.0]
     finally:
         process.close()
+
+
+def test_what_the_function_started_ends_with_it(process: RewardProcess) -> None:
+    try:
+        assert process.score([answer("ab")]) == [2.0]
+        group = os.getpgid(process.pid)
+        assert group != os.getpgid(0)
+        with pytest.raises(RewardFailed, match="no answer within 2 s"):
+            process.score([answer("start")])
+        eventually(lambda: not members(group), "nothing of it is left")
+    finally:
+        process.close()
+
+
+def members(group: int) -> list[int]:
+    """Processes of a group that are alive."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                found.append(int(stat.parent.name))
+    return found
 
 
 def test_a_function_that_cannot_be_imported_is_reported_with_its_reason(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Do the four algorithms learn, what does each part of DAPO do, and does T-PPO reach the same reward sooner than PPO?
+"""Do GRPO, DAPO, PPO and T-PPO learn, what does each part of DAPO do, and does T-PPO reach a reward sooner than PPO?
 
     python benchmarks/learning.py curves        GRPO, DAPO, PPO, T-PPO on the default job, from random weights
     python benchmarks/learning.py smaller       the same on a smaller model and shorter answers

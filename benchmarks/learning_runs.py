@@ -73,7 +73,7 @@ class Run:
 
 
 def curves(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """The four algorithms on the default job."""
+    """GRPO, DAPO, PPO and T-PPO on the default job."""
     return [
         Run(
             part=CURVES,
@@ -89,7 +89,7 @@ def curves(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[
 
 
 def smaller(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """The four algorithms on a smaller model and shorter answers."""
+    """GRPO, DAPO, PPO and T-PPO on a smaller model and shorter answers."""
     job = {"task": {"num_digits": SMALLER_DIGITS}, "model": SMALL}
     cut = {"algorithm": {"name": str(AlgorithmName.TPPO), "window_tokens": SMALLER_WINDOW}}
     return [

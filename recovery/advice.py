@@ -31,11 +31,18 @@ def what_to_do(diagnosis: Diagnosis) -> str:
 
 
 def _of_a_hang(diagnosis: Diagnosis, processes: list[Suspect]) -> str:
-    pids = " ".join(str(s.process.pid) for s in processes[:NUM_NAMED_MAX] if s.process is not None)
+    verb = "is" if len(processes) == 1 else "are"
+    pids: dict[str, list[str]] = {}
+    for s in processes[:NUM_NAMED_MAX]:
+        if s.process is not None:
+            pids.setdefault(str(s.node), []).append(str(s.process.pid))
     if "(state T)" in diagnosis.because and pids:
-        return f"{_named(processes)} is stopped: kill -CONT {pids} there, or restart the job"
+        commands = [
+            f"kill -CONT {' '.join(here)} {'there' if len(pids) == 1 else f'on {node}'}" for node, here in pids.items()
+        ]
+        return f"{_named(processes)} {verb} stopped: {', '.join(commands)}, or restart the job"
     if "(state t)" in diagnosis.because:
-        return f"{_named(processes)} is held by a debugger or tracer: end that, or restart the job"
+        return f"{_named(processes)} {verb} held by a debugger or tracer: end that, or restart the job"
     return f"read the stack of {_named(processes)} (evidence of the incident, or py-spy dump), or restart the job"
 
 

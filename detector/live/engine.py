@@ -167,9 +167,8 @@ class LiveDetector:
         return ""
 
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
-        """What became of the process that a diagnosis
-        names, or of its replica. Another process with the same rank is not that process. Unknown while an agent does
-        not answer."""
+        """What became of the process that a diagnosis names, or of its replica. Another process with the same rank is
+        not that process. Unknown while an agent does not answer."""
         replica, process = suspect.replica, suspect.process
         here = list(self._fleet.roster.of_replica(replica).values())
         if {suspect.node, *(s.node for s in here)} & {silent for silent, _, _ in self._fleet.unreachable}:

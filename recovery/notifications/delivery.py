@@ -37,9 +37,6 @@ ANSWER_CHARS_MAX = 300
 """Shown of the answer to a test message."""
 
 
-NOT_SENT = "not sent (no notification channel is configured)"
-
-
 class LogNotifier:
     """Used where no channel is configured: pages go to the log."""
 
@@ -49,8 +46,10 @@ class LogNotifier:
         self.settled_seq = 0
 
     def offer(self, message: Message) -> bool:
-        level = logging.WARNING if message.kind == EventKind.ONCALL_PAGED else logging.INFO
-        logger.log(level, "%s, %s: %s", in_words(message.kind), NOT_SENT, message.because)
+        paged = message.kind == EventKind.ONCALL_PAGED
+        what = "page" if paged else f"notification ({in_words(message.kind)})"
+        because = "%s not sent: no notification channel is configured; %s"
+        logger.log(logging.WARNING if paged else logging.INFO, because, what, message.because)
         self.settled_seq = max(self.settled_seq, message.seq)
         return True
 

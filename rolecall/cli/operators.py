@@ -55,14 +55,16 @@ def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROO
 
 
 def _start_of(run: RunDir) -> str:
-    """The command that watches the run of `rolecall watch agents` again; empty for another."""
+    """The command that watches the run of `rolecall watch agents` again, with the options that the run directory does
+    not hold; empty for another."""
     urls = list((run.read().get("agents") or {}).values())
     if not urls:
         return ""
     root = run.path.parent
     runs = "" if run.shell_name == run.run_id else f" --runs {shlex.quote(str(root))}"
     named = ",".join(urls) if len(urls) <= AGENTS_SHOWN_MAX else "AGENTS"
-    return f"rolecall watch agents {shlex.quote(named)} --id {run.run_id}{runs}"
+    command = f"rolecall watch agents {shlex.quote(named)} --id {run.run_id}{runs}"
+    return f"{command} (add its --job, --credentials and --webhook, if it had them)"
 
 
 @app.command(epilog=examples('rolecall pause --reason "network maintenance until 18:00"'))

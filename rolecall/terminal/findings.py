@@ -41,7 +41,7 @@ def report(answer: DiagnosisReport) -> RenderableType:
         add(
             4,
             (
-                f"how small a shift would have been named was not tried out, for lack of time: {', '.join(not_found)}",
+                f"the smallest detectable shift was not measured (too little time): {', '.join(not_found)}",
                 SOFT,
             ),
         )

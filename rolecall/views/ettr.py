@@ -328,8 +328,8 @@ class EttrAccumulator:
     Time counts as in `counted_until`, so that an outage shows while it lasts. Time more than `SETTLE_SECONDS` ago,
     before the onset of every open incident and of every injected fault without an incident, is settled: it is summed
     once, and its events and losses are dropped. The result differs from the report's only if a fault is detected later
-    than `SETTLE_SECONDS` after its onset: the settled part of its loss
-    is missing. Owned by one reader, which passes every event once, in order.
+    than `SETTLE_SECONDS` after its onset: the settled part of its loss is missing. Owned by one reader,
+    which passes every event once, in order.
 
     `num_rollouts`, `num_trainers`: 0 until the event `run_started`. `faults`: the known part of the injection log,
     oldest first; a loss then starts at the injection, and an undetected fault is a loss.

@@ -126,7 +126,7 @@ def resolve_names(entries: list[str], query: Callable[[str], str]) -> tuple[dict
         answers = pool.map(lambda entry: _named(entry, query), entries)
         for entry, (node, problem) in zip(entries, answers, strict=True):
             if problem:
-                hint = f"start it, or write its node's name as well, which else it tells: NODE={url_of(entry)}"
+                hint = f"start the agent, or name its node yourself: NODE={url_of(entry)}"
                 problems.append(f"agents: {entry}: {problem}; {hint}")
             else:
                 names[entry] = node

@@ -1,7 +1,8 @@
-"""What a watch of agents sees of a job, as frozen values for a display. Pure, except for `JobObserver`, which the loop
-owns.
+"""What a watch of agents sees of a job, as frozen values for a display. Pure, except for the sources `JobObserver` and
+`OneJobSource`, which the loop owns.
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,13 +15,16 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import Incident
 from rolecall.recovery.interfaces import ObservationSource
+from rolecall.views.observed_ranks import EXITED_KEPT_SECONDS
+
+logger = logging.getLogger(__name__)
 
 SHOW_SECONDS = 1.0
 RANKS_PER_SECOND = 2000
 """With more ranks a job is shown less often: the loop has faults to find."""
 GROUPS_SHOWN_MAX = 8
-EXITED_SHOWN_SECONDS = 60.0
-"""How long a rank that exited is shown while others run: after that it belongs to an earlier job."""
+UNKNOWN_SECONDS = 30.0
+"""After this time in which no process is known to be of the chosen job, the watch warns."""
 EXITED = "exited"
 REPORTER = "reporter"
 """How a process was found that registered itself."""
@@ -86,22 +90,44 @@ def job_names(registered: AgentEvent) -> tuple[str, ...]:
 
 
 class OneJobSource:
-    """Passes on the processes of one job, by its run id or rendezvous. Called from one thread."""
+    """Passes on the processes of one job, by its run id or rendezvous. Called from one thread.
 
-    def __init__(self, source: ObservationSource, job: str) -> None:
-        self._source, self._job = source, job
+    An agent tells the job of a process only when it registers. Where that event is no longer in the agent's log, a new
+    watch cannot know the job's processes, and warns.
+    """
+
+    def __init__(self, source: ObservationSource, job: str, clock: Clock) -> None:
+        self._source, self._job, self._clock = source, job, clock
         self._ours: set[ProcessId] = set()
+        self._warns_at: float | None = None
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
         for event in seen.events:
             if event.kind is AgentEventKind.REGISTERED and event.process and self._job in job_names(event):
                 self._ours.add(event.process)
+        self._warn(len({p.process for b in seen.batches for p in b.processes}))
         batches = tuple(
             replace(b, processes=tuple(p for p in b.processes if p.process in self._ours)) for b in seen.batches
         )
         events = tuple(e for e in seen.events if e.process is None or e.process in self._ours)
         return replace(seen, batches=batches, events=events)
+
+    def _warn(self, num_sampled: int) -> None:
+        """Once, if only processes that are not known to be of the job are sampled."""
+        if self._ours or not num_sampled:
+            return
+        if self._warns_at is None:
+            self._warns_at = self._clock.monotonic() + UNKNOWN_SECONDS
+        elif self._clock.monotonic() >= self._warns_at:
+            self._warns_at = float("inf")
+            logger.warning(
+                "job %s: none of the %s that the agents report is known to belong to it. If it has not started yet, "
+                "wait; else check --job, or start the watch without --job: an agent tells the job of a process only "
+                "when it registers, and may have dropped that event",
+                self._job,
+                counted(num_sampled, "process", "processes"),
+            )
 
 
 def watched_rank(process: MonitoredProcess, found_by: str, job: str = "") -> WatchedRank:
@@ -154,7 +180,7 @@ class JobObserver:
         here = {p.process for p in current}
         self._registered = {process: known for process, known in self._registered.items() if process in here}
         if not all(p.gone for p in current):
-            before = self._clock.wall() - EXITED_SHOWN_SECONDS
+            before = self._clock.wall() - EXITED_KEPT_SECONDS
             current = [p for p in current if not p.gone or p.exit_wall > before]
         ranks = [
             watched_rank(p, *(self._registered.get(p.process, ("", "")) if p.process else ("", ""))) for p in current

@@ -263,7 +263,7 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        chosen: ObservationSource = OneJobSource(source, only_job) if only_job else source
+        chosen: ObservationSource = OneJobSource(source, only_job, clock) if only_job else source
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
         observer = JobObserver(polled, show, clock) if show is not None else None
         watch = MeteredWatch(

@@ -48,7 +48,8 @@ def test_what_only_a_run_of_rolecall_has_is_refused(
 @pytest.mark.usefixtures("job")
 def test_the_hint_names_the_command_that_was_used(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "my-job"]) == 0
-    assert f"start one: rolecall watch agents {URL} --id my-job\n" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"start one: rolecall watch agents {URL} --id my-job (add its --job, --credentials and --webhook" in said
 
 
 def test_open_incidents_come_first_then_the_newest(job: RunDir) -> None:

@@ -528,7 +528,7 @@ def test_an_effect_for_whose_trials_there_is_no_time_is_not_shown(tmp_path: Path
     assert [e.num_trials for e in answer.smallest_effects] == [0, 0]
     text = as_text(findings.report(answer))
     assert "spreads" not in text and "trials" not in text
-    assert "how small a shift would have been named was not tried out, for lack of time: role trainer" in text
+    assert "the smallest detectable shift was not measured (too little time): role trainer" in text
 
 
 XID_LINE = "[  160.000001] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"

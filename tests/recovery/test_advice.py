@@ -1,5 +1,7 @@
 """What the page of a watched job tells the engineer to do."""
 
+from dataclasses import replace
+
 import pytest
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
@@ -10,14 +12,15 @@ from rolecall.recovery.advice import what_to_do
 NODE = NodeId("vm")
 
 
-def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str = "", settle: str = "") -> Diagnosis:
-    suspects = tuple(
-        Suspect(
-            node=NODE, role="trainer", replica="trainer/0", rank=n, incarnation=0,
-            process=ProcessId(node=NODE, pid=100 + n, start_ticks=n),
-        )
-        for n in range(1, ranks + 1)
+def _suspect(rank: int, node: NodeId = NODE) -> Suspect:
+    return Suspect(
+        node=node, role="trainer", replica="trainer/0", rank=rank, incarnation=0,
+        process=ProcessId(node=node, pid=100 + rank, start_ticks=rank),
     )  # fmt: skip
+
+
+def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str = "", settle: str = "") -> Diagnosis:
+    suspects = tuple(_suspect(n) for n in range(1, ranks + 1))
     return Diagnosis(
         suspects=suspects, fault_class=fault, onset=0.0, detected_at=0.0, confidence=0.9, because=because,
         detectors=("x",), advice=advice, settle=settle,
@@ -31,6 +34,18 @@ def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str
             _diagnosis(FaultClass.HANG, "process stopped (state T), no heartbeat"),
             "trainer/0 rank 1 (pid 101) on vm is stopped: kill -CONT 101 there, or restart the job",
         ),
+        (
+            _diagnosis(FaultClass.HANG, "2 processes stopped (state T)", ranks=2),
+            "rank 2 (pid 102) on vm are stopped: kill -CONT 101 102 there, or restart the job",
+        ),
+        (
+            replace(
+                _diagnosis(FaultClass.HANG, "3 processes stopped (state T)"),
+                suspects=(_suspect(1), _suspect(2, NodeId("vm-2")), _suspect(3)),
+            ),
+            "are stopped: kill -CONT 101 103 on vm, kill -CONT 102 on vm-2, or restart the job",
+        ),
+        (_diagnosis(FaultClass.HANG, "held (state t)", ranks=2), "on vm are held by a debugger or tracer"),
         (_diagnosis(FaultClass.HANG, "no heartbeat"), "read the stack of trainer/0 rank 1 (pid 101) on vm"),
         (_diagnosis(FaultClass.CRASH), "read the log of trainer/0 rank 1 (pid 101) on vm, then restart the job"),
         (_diagnosis(FaultClass.CRASH, ranks=6), "and 2 more processes, then restart the job"),

@@ -315,6 +315,7 @@ def test_the_advice_is_a_command_that_runs(run: RunDir) -> None:
         if command.startswith("rolecall watch"):
             assert complaint(command) == ""
     assert f"--id {run.run_id} --credentials credentials`" in text
+    assert "`umask 077; rolecall agent token --bearer > credentials`" in text, "nobody else may read the token"
     assert "http://" not in no_token(["http://n:1"] * 9, run.run_id), "too long a list is not repeated"
 
 

@@ -7,8 +7,9 @@ import streamlit as st
 
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.nodes import age, natural, node_names, quarantined
+from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.data.run_state import unwatched_words
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,
@@ -53,7 +54,8 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
 
 def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnapshot) -> None:
     ended = snapshot.run.ended
-    if because := _unwatched(snapshot):
+    if unwatched := unwatched_words(snapshot):
+        because = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
         advice = "Start `rolecall watch`; `rolecall status` shows details."
         st.html(banner("bad", "No watch is running.", because, advice=advice))
     if ended:
@@ -76,17 +78,6 @@ def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnaps
     if state.stopping is not None:
         st.warning("The job is being stopped.", icon=":material/stop_circle:")
         st.text(plain(state.stopping))
-
-
-def _unwatched(snapshot: JournalSnapshot) -> str:
-    """Since when no watch detects or recovers faults, as a sentence; empty while one does or the run has ended."""
-    lease = snapshot.lease
-    if snapshot.run.ended or snapshot.watched or (lease is None and snapshot.run.started_at is None):
-        return ""
-    if lease is None:
-        return "No watch has ever held the lease: faults are neither detected nor recovered."
-    since = f" for {age(max(0.0, snapshot.at - lease.expires_at))}" if lease.expires_at else ""
-    return f"No watch has held the lease{since}: faults are neither detected nor recovered."
 
 
 def _plans(reader: Reader, viewer: Viewer, rows: Sequence[plans.PlanRow], now: float) -> None:

@@ -22,7 +22,7 @@ from rolecall.dashboards.data.incident_titles import (
 )
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.data.run_state import KIND_OF, step_of
+from rolecall.dashboards.data.run_state import KIND_OF, step_of, unwatched_words
 from rolecall.dashboards.pages.charts import FaultBand
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN, ONLY_OBSERVED, doing, status_of
@@ -39,8 +39,6 @@ LOST_ROWS_MAX = 8
 SEVERITY = {state: n for n, state in enumerate(STATES)}
 BANDS_MAX = 10
 """Faults that charts show, the newest; more cannot be told apart."""
-SILENT_SECONDS = 30.0
-"""A watched rank that was not sampled for this long is not known to be alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +99,6 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     return tuple(found)
 
 
-def _is_alive(rank: ObservedRank, now: float) -> bool:
-    return rank.is_alive and now - rank.seen_at <= SILENT_SECONDS
-
-
 def _observed_rows(observed: Sequence[ObservedRank], now: float) -> tuple[ReplicaRow, ...]:
     """The replicas of a job that rolecall only watches. It does not count incarnations."""
     by_replica: dict[str, list[ObservedRank]] = {}
@@ -113,7 +107,7 @@ def _observed_rows(observed: Sequence[ObservedRank], now: float) -> tuple[Replic
     rows = []
     for name in sorted(by_replica, key=replica_order):
         ranks = by_replica[name]
-        alive = all(_is_alive(r, now) for r in ranks)
+        alive = all(r.alive_at(now) for r in ranks)
         nodes = ", ".join(dict.fromkeys(r.node for r in ranks))
         rows.append(ReplicaRow(replica=name, node=nodes, incarnation=0, state="serving" if alive else "lost"))
     return tuple(rows)
@@ -123,7 +117,7 @@ def _ranks(snapshot: JournalSnapshot) -> dict[str, tuple[tuple[str, str], ...]]:
     named = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for r in snapshot.observed:
-        state = "healthy" if _is_alive(r, snapshot.at) else "lost"
+        state = "healthy" if r.alive_at(snapshot.at) else "lost"
         state = "suspect" if (r.replica, r.rank) in named else state
         found[r.replica] = (*found.get(r.replica, ()), (f"rank {r.rank} on {r.node}, pid {r.pid}", state))
     return found
@@ -207,7 +201,7 @@ def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
             str(r.rank),
             str(r.pid),
             plain(r.node, 80),
-            r.phase if _is_alive(r, snapshot.at) else "not alive",
+            r.phase if r.alive_at(snapshot.at) else "not alive",
             f"{r.step:,}" if r.step >= 0 else "",
             "" if r.progress_at is None else f"{age(max(0.0, snapshot.at - r.progress_at))} ago",
         ]
@@ -291,15 +285,8 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
         found.append(
             ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume` resumes recovery.")
         )
-    if not run.ended and not snapshot.watched and (snapshot.lease is not None or run.started_at is not None):
-        said = "No watch has ever held the lease: faults are neither detected nor recovered."
-        if snapshot.lease is not None:
-            since = (
-                f" for {seconds(max(0.0, snapshot.at - snapshot.lease.expires_at))}"
-                if snapshot.lease.expires_at
-                else ""
-            )
-            said = f"No watch has held the lease{since}: faults are neither detected nor recovered."
+    if unwatched := unwatched_words(snapshot):
+        said = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
         found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
@@ -364,7 +351,7 @@ def _observed_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     ranks = snapshot.observed
     if not ranks:
         return []
-    alive = sum(_is_alive(r, snapshot.at) for r in ranks)
+    alive = sum(r.alive_at(snapshot.at) for r in ranks)
     steps = [r.step for r in ranks if r.step >= 0]
     progress = [r.progress_at for r in ranks if r.progress_at is not None]
     lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"

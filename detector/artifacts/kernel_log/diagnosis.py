@@ -341,7 +341,7 @@ def of_xid(gpu: Gpu, code: int) -> str:
     if known.investigatory not in (XidAction.NONE, XidAction.IGNORE):
         words.append(f"to find the cause: {_action(known.investigatory)}")
     if known.second_opinion:
-        words.append(f"gpud rates it {known.second_opinion}; NVIDIA's catalogue, as its maker's, decides")
+        words.append(f"gpud rates it {known.second_opinion}; NVIDIA's catalogue takes precedence")
     if code == 45 and len(gpu.codes) > 1:
         words.append("follows another XID")
     if code in (171, 172) and 48 in gpu.codes:

@@ -124,6 +124,8 @@ FACT_BYTES = 1500
 """Approximate memory of one fact."""
 TEXT_CHARS_MAX = 400
 XID_MARK = "NVRM: Xid"
+PREFIX_CHARS_MAX = 80
+"""Kept before the mark: log shippers put long prefixes there."""
 NUM_UNREAD_XIDS_MAX = 100
 """Lines with this mark that could not be read, per file; a log with one is never healthy."""
 
@@ -309,12 +311,13 @@ def _take(
 
 
 def _note_unread(log: KernelLog, line: str) -> None:
-    if XID_MARK in line and len(log.unread_xids) < NUM_UNREAD_XIDS_MAX:
-        log.unread_xids.append(line[:TEXT_CHARS_MAX].strip())
+    at = line.find(XID_MARK)
+    if at >= 0 and len(log.unread_xids) < NUM_UNREAD_XIDS_MAX:
+        log.unread_xids.append(line[max(0, at - PREFIX_CHARS_MAX) : at + TEXT_CHARS_MAX].strip())
 
 
 def _node_of(path: Path) -> str:
-    """What stands beside a word for a kernel log in the file's name (`dmesg-vm.txt`), else the name of the file
+    """The rest of the file's name after removing words such as dmesg (`dmesg-vm.txt`), else the name of the file
     (`gpu7.log`) or its folder (`gpu7/dmesg.1.gz`), if it looks like a host's, else `unknown (file NAME)`."""
     if node := place_of(path).get("node"):
         return str(node).lower()

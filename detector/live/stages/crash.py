@@ -10,14 +10,14 @@ frames) identifies the fault.
 reports it within milliseconds). After an exception the stage waits for the same one on peers:
 `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it, or
 where the exception only tells of a lost peer. If all do, the first to exit is named with the words that the cause is
-not known. A
-process that stays alive after an exception counts as crashed once it finishes no more work while a peer does.
+not known. A process that stays alive after an exception counts as crashed once it finishes no more work while a peer
+does.
 
 A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`). The first suspect
 is the rank whose node reported a hardware fault, else the first that exited with an error of its own: connections that
-its peers lose are consequences.
-A rank on another node with an independent fault (hardware, a signal such as SIGSEGV, the OOM killer) is a second
-suspect, because the replacement must avoid both nodes. Each further suspect changes the diagnosis key.
+its peers lose are consequences. A rank on another node with an independent fault (hardware, a signal such as SIGSEGV,
+the OOM killer) is a second suspect, because the replacement must avoid both nodes. Each further suspect changes the
+diagnosis key.
 """
 
 import math

@@ -73,8 +73,8 @@ def _finding(tick: Tick, ranks: list[MonitoredProcess]) -> Finding:
             *(
                 Evidence(
                     kind=NOT_FINITE,
-                    text=f"{s.name()}: {counted(s.not_finite.count, 'value')} NaN or infinite since step "
-                    f"{s.not_finite.step}",
+                    text=f"{s.name()}: {counted(s.not_finite.count, 'value')} NaN or infinite"
+                    + (f" since step {s.not_finite.step}" if s.not_finite.step >= 0 else ""),
                     values={"count": float(s.not_finite.count), "step": float(s.not_finite.step)},
                 )
                 for s in ranks[:EVIDENCE_MAX]

@@ -80,8 +80,8 @@ def no_token(urls: Sequence[str], run_id: str) -> str:
     """Why agents were not asked, and the commands that change it."""
     again = f"rolecall watch agents {','.join(urls)} --id {run_id} --credentials credentials"
     return (
-        "no evidence was requested: agents require their bearer token. `rolecall agent token --bearer > credentials` "
-        "on a node writes it to a file; then start the watch with it: "
+        "no evidence was requested: agents require their bearer token. `umask 077; rolecall agent token "
+        "--bearer > credentials` on a node writes it to a file; then start the watch with it: "
         + (f"`{again}`" if len(urls) <= AGENTS_NAMED_MAX else "`--credentials credentials`")
     )
 

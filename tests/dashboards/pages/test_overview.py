@@ -100,7 +100,7 @@ def test_paused_observe_mode_and_no_watch(tmp_path: Path) -> None:
         "Recovery is paused." in page and "by anna: night shift" in page and "mode observe: no action is taken" in page
     )
     alone = MadeRun(tmp_path / "b", watched=False)
-    assert "No watch has ever held the lease" in text(drawn(alone.settings()))
+    assert "Never watched: faults are neither detected nor recovered." in text(drawn(alone.settings()))
 
 
 def test_a_dead_watch_is_reported(tmp_path: Path) -> None:

@@ -138,6 +138,15 @@ def test_a_log_with_an_xid_that_cannot_be_read_is_never_healthy(tmp_path: Path, 
     assert any("1 line with an XID could not be read" in because for _, because in answer.open_ends)
 
 
+@pytest.mark.parametrize("num_characters", [0, 385, 395, 600])
+def test_an_xid_behind_a_long_prefix_is_quoted(tmp_path: Path, num_characters: int) -> None:
+    path = tmp_path / "kern.log"
+    shipped = f"2026-11-22T08:00:00+00:00 gpu-7 shipper[812]: {'x' * num_characters} {of_xid(94)}"
+    path.write_text(f"Nov 22 08:00:00 gpu-7 kernel: {NOISE}\n{shipped}\n")
+    [(_, because)] = diagnosing.diagnose([path], []).open_ends
+    assert "1 line with an XID could not be read" in because and of_xid(94) in because
+
+
 def test_a_program_that_repeats_an_xid_of_the_kernel_leaves_nothing_open(tmp_path: Path) -> None:
     _, remarks = reported(tmp_path, (0, of_xid(43)), f"2026-11-22T08:00:00+00:00 gpu-7 gpud[812]: {of_xid(43)}")
     assert not any("cannot tell" in remark for remark in remarks)

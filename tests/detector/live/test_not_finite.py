@@ -1,10 +1,12 @@
 """NaN and infinite values of a job that rolecall only watches."""
 
 import math
+from dataclasses import replace
 
 from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.live.engine import LiveDetector
-from tests.detector.live.torchrun_job import TorchrunJob, job
+from tests.detector.live.torchrun_job import Rank, TorchrunJob, job
 
 
 def _from_now(it: TorchrunJob, *ranks: int, loss: float = math.nan) -> None:
@@ -31,6 +33,21 @@ def test_infinity_on_one_rank_names_it_and_its_finite_peers() -> None:
     assert [s.rank for s in found.suspects] == [2]
     assert "rank 2 (vm, pid 102): loss infinite since step" in found.because
     assert found.because.endswith("3 other ranks of the job are finite")
+
+
+class _WithoutSteps(TorchrunJob):
+    def _sample(self, r: Rank) -> ProcessSample:
+        return replace(super()._sample(r), step=-1)
+
+
+def test_a_job_that_reports_no_step_is_told_of_none() -> None:
+    it = _WithoutSteps([Rank(n, 100 + n) for n in range(2)])
+    it.run(20.0)
+    _from_now(it, 0, 1)
+    (found,) = it.run(4.0)
+    assert found.because == "trainer/0 ranks 0-1: loss NaN"
+    texts = [e.text for e in found.evidence]
+    assert any(text.endswith("NaN or infinite") for text in texts) and not any("since step" in t for t in texts)
 
 
 def test_the_rank_on_which_it_began_is_told() -> None:

@@ -175,5 +175,5 @@ def test_without_a_webhook_calls_go_to_the_log(caplog: pytest.LogCaptureFixture)
     notifier.close(1)
     assert (
         notifier.settled_seq == 3
-        and "oncall paged, not sent (no notification channel is configured): the limit is 6" in caplog.text
+        and "page not sent: no notification channel is configured; the limit is 6" in caplog.text
     )

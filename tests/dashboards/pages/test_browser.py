@@ -4,7 +4,7 @@ Two dashboards are served, of a run that is over and of one whose plan waits for
 both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -254,19 +254,27 @@ def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finis
 
 def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[RunDir, str]) -> None:
     with at(chromium, finished[1], *PAGES["incidents"]) as shot:
-        shot.page.keyboard.press("j")
-        eventually(
-            lambda: shot.page.get_by_role("button", name="Previous row").is_enabled(), "the second row is marked"
-        )
-        shot.page.keyboard.press("k")
-        eventually(
-            lambda: shot.page.get_by_role("button", name="Previous row").is_disabled(), "the first row is marked"
-        )
+        previous = shot.page.get_by_role("button", name="Previous row")
+        pressed_until(shot, "j", previous.is_enabled, "another row is marked")
+        pressed_until(shot, "k", previous.is_disabled, "the first row is marked")
         shot.page.keyboard.press("o")
         shot.page.wait_for_url("**/incidents?incident=i-3")
         shot.page.get_by_text("rollout/0 slow").first.wait_for()
         shot.page.keyboard.press("j")
         shot.page.wait_for_url("**/incidents?incident=i-2")
+
+
+def pressed_until(shot: Visit, key: str, done: Callable[[], bool], what: str) -> None:
+    """A key that is pressed while the page is drawn anew may be lost, and is pressed again."""
+
+    def pressed() -> bool:
+        if done():
+            return True
+        shot.page.keyboard.press(key)
+        shot.page.wait_for_timeout(1000)
+        return done()
+
+    eventually(pressed, what)
 
 
 def test_filters_are_behind_one_button_on_a_phone(chromium: Browser, finished: tuple[RunDir, str]) -> None:

@@ -48,8 +48,8 @@ class LogNotifier:
     def offer(self, message: Message) -> bool:
         paged = message.kind == EventKind.ONCALL_PAGED
         what = "page" if paged else f"notification ({in_words(message.kind)})"
-        because = "%s not sent: no notification channel is configured; %s"
-        logger.log(logging.WARNING if paged else logging.INFO, because, what, message.because)
+        text = "%s not sent: no notification channel is configured; %s"
+        logger.log(logging.WARNING if paged else logging.INFO, text, what, message.because)
         self.settled_seq = max(self.settled_seq, message.seq)
         return True
 

@@ -50,6 +50,7 @@ SLOT_SECONDS = 2.0
 engine. A holder serves one puller at a time, and every engine with the version is a holder, so a round is logarithmic
 in their number. A longer or hung update continues and delays no other engine.
 """
+EXCHANGE = "exchanging its requests"
 FAILURES_MAX = 4
 """Turns or updates that may fail in a row, by the engine's own error, before it is contained."""
 LOGPROB_MAX: Final = 1e-3
@@ -118,7 +119,8 @@ class EngineState:
     silent: bool = False
     draining: bool = False
     holds_unknown: bool = False  # requests of an earlier controller, not listed yet
-    failures: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """In a row, by what failed: an engine that answers, but cannot load a version, is contained, too."""
     tokens_seen: int = 0  # its own counter of generated tokens, right after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -330,7 +332,7 @@ class RolloutPool:
             turn = asyncio.ensure_future(self._turn(engine))
             try:
                 await self._watched(engine, turn)
-                engine.failures = 0
+                del engine.failures[EXCHANGE]
             except asyncio.CancelledError:
                 turn.cancel()
                 raise
@@ -339,7 +341,7 @@ class RolloutPool:
                 self.contain(engine.key, e.because if isinstance(e, ReplicaExited) else str(e))
                 return
             except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
-                if not await self._failed(engine, "exchanging its requests", e):
+                if not await self._failed(engine, EXCHANGE, e):
                     return
             busy = bool(self._table.num_unfinished(engine.key))
             await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
@@ -391,12 +393,13 @@ class RolloutPool:
 
     async def _failed(self, engine: EngineState, what: str, error: Exception) -> bool:
         """Counts a failure; False if the engine was contained for it."""
-        engine.failures += 1
+        engine.failures[what] += 1
+        count = engine.failures[what]
         logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
-        if engine.failures >= FAILURES_MAX:
-            self.contain(engine.key, f"{what} failed {engine.failures} times, last: {type(error).__name__}: {error}")
+        if count >= FAILURES_MAX:
+            self.contain(engine.key, f"{what} failed {count} times, last: {type(error).__name__}: {error}")
             return False
-        await asyncio.sleep(RETRY_SECONDS * engine.failures)
+        await asyncio.sleep(RETRY_SECONDS * count)
         return engine.key in self.engines
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
@@ -510,7 +513,8 @@ class RolloutPool:
 
     def _admit(self, engine: EngineState, proof: WeightProof) -> bool:
         """Records a proven version; the first one lets the engine serve. False if it was fenced in the meantime."""
-        engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
+        engine.version, engine.proven = proof.policy_version, proof.manifest_digest
+        engine.failures.clear()
         if self.target is not None and engine.proven == self.target.manifest.digest:
             engine.behind_since = None
         if engine.serving:

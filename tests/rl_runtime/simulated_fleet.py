@@ -337,7 +337,7 @@ class FakeRollout(_FakeReplica):
         super().__init__(fleet, member)
         self.version, self.manifest_digest = -1, ""
         self.held: dict[str, FakeRequest] = {}
-        self.bad_proofs = 0
+        self.bad_proofs = self.bad_updates = 0
         self.bad_logprob: float | None = None
         """Reported for every token in place of the correct number."""
         self.rate = TOKENS_PER_SECOND
@@ -438,6 +438,9 @@ class FakeRollout(_FakeReplica):
         self, incarnation: int, epoch: int, manifest: protocol.Manifest, holders: Sequence[protocol.Holder]
     ) -> protocol.WeightProof:
         self._check(incarnation)
+        if self.bad_updates:
+            self.bad_updates -= 1
+            raise ValueError("the canary is longer than the context")
         if not any(self.fleet.holds(h, manifest) for h in holders):
             raise WireError(f"no holder of version {manifest.policy_version} answers")
         begun = asyncio.get_running_loop().time()

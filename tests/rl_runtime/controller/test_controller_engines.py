@@ -78,6 +78,18 @@ def num_streaming(w: World, replica: str) -> int:
     return sum(map(bool, w.controllers[-1].table.offsets((ReplicaId(replica), 1)).values()))
 
 
+def test_an_engine_that_answers_but_loads_no_version_is_given_up_by_name(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 2)
+        w.fleet.newest("rollout/1").body.bad_updates = 1000
+
+    w = world(tmp_path, script).run()
+    w.check()
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert (lost["replica"], lost["incarnation"]) == ("rollout/1", 1)
+    assert f"its update failed {FAILURES_MAX} times" in lost["because"] and "longer than the context" in lost["because"]
+
+
 def test_requests_of_a_hung_rollout_continue_elsewhere_without_its_replacement(tmp_path: Path) -> None:
     """Mode observe: recovery does nothing, and may do nothing for hours."""
     hung: list[float] = []

@@ -21,7 +21,7 @@ class TextTokenizer:
         try:
             config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as e:
+        except Exception as e:  # transformers raises errors of many kinds for a bad folder
             raise ConfigError([f"model.path: no usable tokenizer: {' '.join(str(e).split())}"], str(folder)) from e
         eos = self._tokenizer.eos_token_id
         if eos is None:
@@ -49,7 +49,7 @@ class TextTokenizer:
             tokens = self._tokenizer.apply_chat_template(
                 chat(row, data.system_prompt), add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except Exception as e:
+        except Exception as e:  # a template is the user's code and raises what it wants to
             raise ConfigError([f"data: row {row.number}: the chat template: {type(e).__name__}: {e}"]) from e
         return tuple(int(t) for t in tokens)
 

@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -106,8 +107,17 @@ class RewardProcess:
         return RewardFailed(kind=f"its process ended ({how})", because=f"its process ended ({how})")
 
 
+def _end_with_parent() -> None:
+    """A killed reward worker closes nothing: without this, an endless loop of the user's code would outlive it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _serve(connection: Connection, name: str) -> None:
     os.setsid()  # also: Ctrl-C is for the supervisor, which ends the run in order
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         score = load_scorer(name)
     except ConfigError as e:

@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -78,6 +80,35 @@ def test_what_the_function_started_ends_with_it(process: RewardProcess) -> None:
         eventually(lambda: not members(group), "nothing of it is left")
     finally:
         process.close()
+
+
+OWNER = """
+import sys
+from rolecall.core.config.data import RewardConfig
+from rolecall.rl_runtime.tasks.rewards.functions import Answer
+from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
+
+if __name__ == "__main__":
+    process = RewardProcess(RewardConfig(function=sys.argv[1], timeout_seconds=600))
+    process.start()
+    print(process.pid, flush=True)
+    process.score([Answer(prompt="", response="hang", answer=None, metadata={})])
+"""
+
+
+def test_a_function_that_hangs_does_not_outlive_a_killed_worker(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (tmp_path / "owner.py").write_text(OWNER)
+    argv = [sys.executable, str(tmp_path / "owner.py"), f"{tmp_path / 'mine.py'}:score"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        group = int(owner.stdout.readline())
+        try:
+            assert members(group) == [group]
+            owner.kill()
+            eventually(lambda: not members(group), "its child is gone")
+        finally:
+            owner.kill()
 
 
 def members(group: int) -> list[int]:

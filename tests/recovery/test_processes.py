@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,8 @@ LEASE_SECONDS = 4.0
 
 class Stage:
     def __init__(self, path: Path) -> None:
-        url = f"sqlite:///{path / 'journal.db'}"
+        self._database = path / "journal.db"
+        url = f"sqlite:///{self._database}"
         self.journal = Journal(url)
         self.runtime = FakeRuntime(self.journal, SystemClock(), ready_seconds=0.1, serving_seconds=0.1)
         self._diagnoses = path / "diagnoses.json"
@@ -53,6 +56,22 @@ class Stage:
         process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
         self.processes.append(process)
         return process
+
+    def stop_outside_a_write(self, process: subprocess.Popen[bytes]) -> None:
+        """A process that stops inside a transaction keeps SQLite's write lock, and with it everyone from the database."""
+
+        def stopped() -> bool:
+            process.send_signal(signal.SIGSTOP)
+            with closing(sqlite3.connect(self._database, timeout=0.5, isolation_level=None)) as connection:
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                except sqlite3.OperationalError:
+                    process.send_signal(signal.SIGCONT)
+                    return False
+                connection.execute("ROLLBACK")
+                return True
+
+        eventually(stopped, "the process stops outside a transaction")
 
     def close(self) -> None:
         for process in self.processes:
@@ -107,7 +126,7 @@ def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None
 def test_one_that_was_stopped_and_goes_on_does_not_act_beside_its_successor(stage: Stage) -> None:
     first = stage.start()
     eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 1, "the first takes the lease")
-    os.kill(first.pid, signal.SIGSTOP)
+    stage.stop_outside_a_write(first)
     stage.start()
     eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 2, "the second succeeds it")
     os.kill(first.pid, signal.SIGCONT)

@@ -4,7 +4,6 @@ In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because t
 and stay in memory.
 """
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -106,20 +105,12 @@ def _check_model(job: JobConfig) -> str:
     config = _model_config(job)
     vocabulary(job.model, None if job.data else job.task.name)
     from rolecall.rl_runtime.rollout.engine import import_vllm
-    from rolecall.rl_runtime.weights.digest import DTYPES
 
     import_vllm()
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms import current_platform
 
-    dtype = DTYPES[job.model.dtype]
-    try:
-        if dtype not in current_platform.supported_dtypes:
-            raise ConfigError([f"model.dtype: vLLM has no {job.model.dtype} on this machine ({current_platform.device_type})"])
-        with contextlib.suppress(NotImplementedError):  # a CPU has no more to say
-            current_platform.check_if_supports_dtype(dtype)
-    except ValueError as e:
-        raise ConfigError([f"model.dtype: {e}"]) from e
+    _check_dtype(job.model.dtype, current_platform)
     supported = ModelRegistry.get_supported_archs()
     names = config.get("architectures") or []
     if not any(name in supported for name in names):
@@ -130,6 +121,20 @@ def _check_model(job: JobConfig) -> str:
         lengths = f"prompt and response have up to {job.max_tokens} tokens"
         raise ConfigError([f"data: {lengths}, and the model reads {longest}"], job.model.path or "")
     return ""
+
+
+def _check_dtype(name: str, platform: Any) -> None:
+    """`platform`: vLLM's `current_platform`."""
+    from rolecall.rl_runtime.weights.digest import DTYPES
+
+    if DTYPES[name] not in platform.supported_dtypes:
+        raise ConfigError([f"model.dtype: vLLM has no {name} on this machine ({platform.device_type})"])
+    try:
+        platform.check_if_supports_dtype(DTYPES[name])
+    except NotImplementedError:
+        pass  # a CPU has no more to say
+    except ValueError as e:
+        raise ConfigError([f"model.dtype: {e}"]) from e
 
 
 def _check_layers(job: JobConfig) -> str:
@@ -152,7 +157,12 @@ def _check_layers(job: JobConfig) -> str:
 
 
 def _check_memory(job: JobConfig, available: int) -> str:
-    num, algorithm, roles, dtype = _num_parameters(Path(job.model.path or "")), job.algorithm, job.roles, job.model.dtype
+    num, algorithm, roles, dtype = (
+        _num_parameters(Path(job.model.path or "")),
+        job.algorithm,
+        job.roles,
+        job.model.dtype,
+    )
     weight = WEIGHT_BYTES[dtype]
     network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
     trainer = network * (1 + algorithm.has_critic) + weight * (algorithm.kl_coefficient > 0)

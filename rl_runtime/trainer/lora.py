@@ -51,7 +51,9 @@ def target_layers(model: Any, settings: LoraSettings) -> list[str]:
     unknown = [t for t in wanted if not any(name == t or name.endswith(f".{t}") for name in linear)]
     if unknown:
         has = f"the model has {', '.join(known)}"
-        raise ConfigError([f"lora.target_modules: {t!r} is no linear layer before the output layer; {has}" for t in unknown])
+        raise ConfigError(
+            [f"lora.target_modules: {t!r} is no linear layer before the output layer; {has}" for t in unknown]
+        )
     return [name for name in linear if any(name == t or name.endswith(f".{t}") for t in wanted)]
 
 

@@ -61,7 +61,9 @@ class ModelConfig(Section):
     def _of_a_folder(self) -> "ModelConfig":
         if self.path is None:
             given = (("dtype", self.dtype != "float32"), ("gradient_checkpointing", self.gradient_checkpointing))
-            found = [f"{name} needs a model folder (path): the built-in model has none" for name, is_set in given if is_set]
+            found = [
+                f"{name} needs a model folder (path): the built-in model has none" for name, is_set in given if is_set
+            ]
             if found:
                 raise ValueError("; ".join(found))
         return self

@@ -157,12 +157,8 @@ def _check_layers(job: JobConfig) -> str:
 
 
 def _check_memory(job: JobConfig, available: int) -> str:
-    num, algorithm, roles, dtype = (
-        _num_parameters(Path(job.model.path or "")),
-        job.algorithm,
-        job.roles,
-        job.model.dtype,
-    )
+    num = _num_parameters(Path(job.model.path or ""))
+    algorithm, roles, dtype = job.algorithm, job.roles, job.model.dtype
     weight = WEIGHT_BYTES[dtype]
     network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
     trainer = network * (1 + algorithm.has_critic) + weight * (algorithm.kl_coefficient > 0)

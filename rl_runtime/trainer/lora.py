@@ -50,10 +50,8 @@ def target_layers(model: Any, settings: LoraSettings) -> list[str]:
     known = sorted({name.rpartition(".")[2] for name in linear})
     unknown = [t for t in wanted if not any(name == t or name.endswith(f".{t}") for name in linear)]
     if unknown:
-        has = f"the model has {', '.join(known)}"
-        raise ConfigError(
-            [f"lora.target_modules: {t!r} is no linear layer before the output layer; {has}" for t in unknown]
-        )
+        why = f"is no linear layer before the output layer; the model has {', '.join(known)}"
+        raise ConfigError([f"lora.target_modules: {target!r} {why}" for target in unknown])
     return [name for name in linear if any(name == t or name.endswith(f".{t}") for t in wanted)]
 
 

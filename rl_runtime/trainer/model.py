@@ -88,8 +88,8 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSett
 
 
 def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSettings | None = None) -> Critic:
-    """A value model: the policy's initial body, with adapters of its own if the policy has some, and a fresh scalar head.
-    The same arguments give the same bits.
+    """A value model: the policy's initial body, with adapters of its own if the policy has some, and a fresh scalar
+    head. The same arguments give the same bits.
 
     Raises:
         ConfigError: the model folder cannot be loaded, or has no such layers.

@@ -51,8 +51,8 @@ class ModelConfig(Section):
     num_parameters: Annotated[int, Field(ge=1)] | None = None
     """Parameters of the model folder, without the embedding, for the MFU. null: no MFU with a model folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights that trainers and engines compute with. The optimizer has float32 weights in both. bfloat16 needs a
-    model folder."""
+    """Of the weights that trainers and engines compute with. The optimizer has float32 weights in both. bfloat16 needs
+    a model folder."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass, layer by layer, instead of keeping them: less memory, about a
     third more time. Needs a model folder."""
@@ -60,12 +60,10 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _of_a_folder(self) -> "ModelConfig":
         if self.path is None:
-            given = (("dtype", self.dtype != "float32"), ("gradient_checkpointing", self.gradient_checkpointing))
-            found = [
-                f"{name} needs a model folder (path): the built-in model has none" for name, is_set in given if is_set
-            ]
-            if found:
-                raise ValueError("; ".join(found))
+            given = {"dtype": self.dtype != "float32", "gradient_checkpointing": self.gradient_checkpointing}
+            names = " and ".join(name for name, is_set in given.items() if is_set)
+            if names:
+                raise ValueError(f"{names} without path: the built-in model is float32 and keeps its activations")
         return self
 
     @model_validator(mode="after")

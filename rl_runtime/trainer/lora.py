@@ -93,7 +93,7 @@ def _merged_forward(layer: Any) -> Callable[[Tensor], Tensor]:
         if not torch.is_grad_enabled():
             return out
         # The input's gradient comes through the merged weight alone, that of A and B through this product alone.
-        product = b(a(x.detach().to(a.weight.dtype))) * scaling
+        product: Tensor = b(a(x.detach().to(a.weight.dtype))) * scaling
         return out + (product - product.detach()).to(out.dtype)
 
     return forward

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rolecall.core.config.data import SamplingConfig
 
-EDGE_PROBABILITY: Final = {torch.bfloat16: 0.05}
+EDGE_PROBABILITY: Final = {torch.bfloat16: 0.02}
 EDGE_LOGIT: Final = {torch.bfloat16: 0.25}
 EDGE: Final = 1e-3
 """How near to the edge of top-p or top-k a token may be for rounding to keep it in an engine and not in a trainer, by

@@ -67,7 +67,7 @@ class AdaptedLayer:
     def merge(self) -> None:
         """Sets `weight` from the adapters. In float64 and rounded once, so that each trainer has the same bits."""
         a, b = (adapters[ADAPTER].weight.double() for adapters in (self._layer.lora_A, self._layer.lora_B))
-        self.weight.copy_(self._base.double() + self._layer.scaling[ADAPTER] * (b @ a))
+        self.weight.copy_(self._base.double().addmm_(b, a, alpha=self._layer.scaling[ADAPTER]))
 
 
 def adapted_layers(module: nn.Module) -> list[AdaptedLayer]:

@@ -60,5 +60,5 @@ def test_what_was_sent_is_proven_and_computes_what_the_trainer_computes(stage: S
         assert apart < min(LOG_RATIO_ALARMS["bfloat16"], CANARY_TOLERANCE["bfloat16"])
     other = build_manifest(1, weights, [x - 1.5 for x in manifest.canary_logprobs])
     stage.trainer.publish(other, weights)
-    with pytest.raises(ProofMismatch, match=r"canary is .* \(tolerance 0.1\)"):
+    with pytest.raises(ProofMismatch, match=r"canary differ .* \(tolerance 0.1 in bfloat16\)"):
         stage.update(engine, other)

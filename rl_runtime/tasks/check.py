@@ -144,7 +144,7 @@ def _check_layers(job: JobConfig) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rolecall.rl_runtime.trainer.model import add_layers
+    from rolecall.rl_runtime.model_layers import add_layers
 
     try:
         config = AutoConfig.from_pretrained(str(job.model.path), local_files_only=True, trust_remote_code=False)

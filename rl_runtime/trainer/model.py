@@ -14,21 +14,19 @@ code 2 and one line on standard error.
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from rolecall.core.config.job import ModelConfig, TaskName, parse_job
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RolecallError
 from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.model_layers import add_layers, is_adapter
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_tokenizer
-from rolecall.rl_runtime.trainer.lora import add_adapters, is_adapter
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
 
 INITIALIZER_RANGE = 0.05
@@ -103,18 +101,6 @@ def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSet
     return critic.eval()
 
 
-def add_layers(model: Any, config: ModelConfig, lora: LoraSettings | None, seed: int) -> None:
-    """Adds what the job wants beyond the folder's own layers: adapters, and activations that are computed again.
-
-    Raises:
-        ConfigError: this architecture has no such layers, or `peft` is not installed.
-    """
-    if lora is not None:
-        add_adapters(model, lora, seed)
-    if config.gradient_checkpointing:
-        checkpoint_layers(model)
-
-
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     """Rounds the weights to `dtype`. Those of adapters and of the value head stay as they are: they are small, and the
     engines have none. So do buffers: rotary frequencies in bfloat16 would be other frequencies.
@@ -122,23 +108,6 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if not is_adapter(name) and not name.startswith("value_head."):
             parameter.data = parameter.data.to(dtype)
-
-
-def checkpoint_layers(model: nn.Module) -> None:
-    """From now on, computes the activations of each decoder layer again in the backward pass.
-
-    The library's own switch needs a model in training mode, which would turn dropout on.
-
-    Raises:
-        ConfigError: the library knows of no such layers in this architecture.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigError([f"model.gradient_checkpointing: {type(model).__name__} has no layers for it"])
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def write_model_folder(

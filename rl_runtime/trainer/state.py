@@ -24,10 +24,10 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
+from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_name
 from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
-from rolecall.rl_runtime.trainer.lora import adapted_layers, is_adapter, plain_name
 from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
 from rolecall.rl_runtime.weights.digest import DTYPES, raw_bytes
 

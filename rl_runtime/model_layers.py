@@ -1,4 +1,5 @@
-"""Low-rank adapters of a model's linear layers, made by `peft`: W + alpha / rank * B A, of which A and B are trained.
+"""What a job adds to the layers of a model folder: activations that are computed again, and low-rank adapters of linear
+layers, made by `peft`: W + alpha / rank * B A, of which A and B are trained.
 
 An adapted layer computes with its merged weight, which is also what engines are sent: rounded to the dtype of the model
 once, after each optimizer step. Trainer and engines thus have the same weights, also in bfloat16, where a small B A
@@ -6,17 +7,49 @@ changes few weights or none. The product of the adapters is computed in addition
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from rolecall.core.config.job import ModelConfig
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError
 
 ADAPTER = "default"
 BASE = ".base_layer."
 """`peft` puts it into the name of an adapted layer's own parameters."""
+
+
+def add_layers(model: Any, config: ModelConfig, lora: LoraSettings | None, seed: int) -> None:
+    """Adds what the job wants beyond the folder's own layers: adapters, and activations that are computed again.
+
+    Raises:
+        ConfigError: this architecture has no such layers, or `peft` is not installed.
+    """
+    if lora is not None:
+        add_adapters(model, lora, seed)
+    if config.gradient_checkpointing:
+        checkpoint_layers(model)
+
+
+def checkpoint_layers(model: nn.Module) -> None:
+    """From now on, computes the activations of each decoder layer again in the backward pass.
+
+    The library's own switch needs a model in training mode, which would turn dropout on.
+
+    Raises:
+        ConfigError: the library knows of no such layers in this architecture.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError([f"model.gradient_checkpointing: {type(model).__name__} has no layers for it"])
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def add_adapters(model: Any, settings: LoraSettings, seed: int) -> None:

@@ -149,9 +149,14 @@ class Network:
             for moment in MOMENTS:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
 
-    def set_optimizer_step(self, steps: int) -> None:
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Becomes what these `tensors` say, after `steps` optimizer steps."""
+        for name, mine in self.tensors():
+            mine.copy_(tensors[name])
         for p in self.masters:
             self._optimizer.state[p]["step"].fill_(float(steps))
+        self.masters_changed()
 
     def frozen_digest(self) -> str:
         """SHA-256 over all parameters that are not trained, before any step; "" if all are."""
@@ -261,12 +266,9 @@ class TrainerState:
         self._check_tensors(tensors)
         if json.loads(meta).get("frozen", "") != self._frozen:
             raise self._mismatch("(frozen)", "its adapters belong to other weights: the model folder has changed")
-        with self._lock, torch.no_grad():
+        with self._lock:
             for network in self._networks:
-                for name, mine in network.tensors():
-                    mine.copy_(tensors[name])
-                network.set_optimizer_step(steps)
-                network.masters_changed()
+                network.take(tensors, steps)
             self.previous = {}  # they may belong to a discarded policy
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()

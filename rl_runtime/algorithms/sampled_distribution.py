@@ -5,22 +5,27 @@ weights is 1.
 """
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from rolecall.core.config.data import SamplingConfig
 
-EDGE_PROBABILITY, EDGE_LOGIT = 1e-3, 1e-3
-"""How near to the edge of top-p or top-k a token may be for rounding to keep it in an engine and not in a trainer. An
-order more than float32 engines and trainers were seen to differ by."""
+EDGE_PROBABILITY: Final = {torch.bfloat16: 0.02}
+EDGE_LOGIT: Final = {torch.bfloat16: 0.25}
+EDGE: Final = 1e-3
+"""How near to the edge of top-p or top-k a token may be for rounding to keep it in an engine and not in a trainer, by
+the dtype of the logits; in float32, 1e-3 for both: an order more than engines and trainers were seen to differ by. A
+bfloat16 logit between 8 and 16 is rounded to a sixteenth."""
 
 
 def sampled_logits(logits_stv: Tensor, tokens_st: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Logits (S, T, V) whose softmax is the distribution; those left out are -inf.
+    """Logits (S, T, V), in at least float32, whose softmax is the distribution; those left out are -inf.
 
     A token of `tokens_st` (S, T) that other weights sampled is never left out: its log-probability stays finite.
     """
+    logits_stv = logits_stv if logits_stv.dtype is torch.float64 else logits_stv.float()  # as engines do
     logits = logits_stv if sampling.temperature == 1 else logits_stv / sampling.temperature
     if not sampling.top_k and sampling.top_p == 1:
         return logits
@@ -41,11 +46,11 @@ def comparable(logits_stv: Tensor, sampling: SamplingConfig) -> Tensor:
         ordered = (logits_stv[:, :-1].float() / sampling.temperature).sort(dim=-1, descending=True).values
         k = sampling.top_k
         if k and k < ordered.shape[-1]:
-            same[:, 1:] &= ordered[..., k - 1] - ordered[..., k] > EDGE_LOGIT
+            same[:, 1:] &= ordered[..., k - 1] - ordered[..., k] > EDGE_LOGIT.get(logits_stv.dtype, EDGE)
             ordered = ordered[..., :k]
         probabilities = ordered.softmax(dim=-1)
         away = (probabilities.cumsum(dim=-1) - probabilities - sampling.top_p).abs()
-        same[:, 1:] &= away.amin(dim=-1) > EDGE_PROBABILITY
+        same[:, 1:] &= away.amin(dim=-1) > EDGE_PROBABILITY.get(logits_stv.dtype, EDGE)
     return same
 
 

@@ -240,6 +240,7 @@ class RolloutActor(_Actor):
             kv_cache_bytes=job.runtime.kv_cache_bytes,
             max_model_len=max(len(CANARY) + 1, job.max_tokens),  # the canary is served, too, with one token more
             seed=job.seed,
+            dtype=job.model.dtype,
             fixed_length=job.data is None and job.task.fixed_length,
             sampling=job.sampling,
         )

@@ -29,6 +29,7 @@ from rolecall.core.journal.payloads import (
     StepInterrupted,
 )
 from rolecall.core.membership import Actual, ReplicaState
+from rolecall.core.policy_health import LOG_RATIO_ALARMS
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
@@ -362,7 +363,8 @@ class Controller:
             log_ratios=result.log_ratios if result else {},
         )
         self.recorder.event(step, key=f"committed:{commit.step}:{commit.epoch}")
-        odd = disagreeing_engine(step.log_ratios, commit.step)
+        alarm = LOG_RATIO_ALARMS[self.job.model.dtype]
+        odd = disagreeing_engine(step.log_ratios, commit.step, alarm=alarm)
         if odd is not None:
             reporter.exception(odd)
         self.recorder.trained(commit, {g.group_id: g.num_tokens for g in groups})

@@ -26,13 +26,16 @@ Rewards = tuple[float, ...]
 ROUNDING = 1e-9
 
 
-def disagreeing_engine(log_ratios: Mapping[str, float], step: int) -> EngineDisagrees | None:
-    """`log_ratios`: nats, by engine (`role/index#incarnation`); engines without a comparable token are missing."""
+def disagreeing_engine(
+    log_ratios: Mapping[str, float], step: int, *, alarm: float = LOG_RATIO_ALARM
+) -> EngineDisagrees | None:
+    """`log_ratios`: nats, by engine (`role/index#incarnation`); engines without a comparable token are missing.
+    `alarm`: nats, what rounding never reaches in the job's dtype (`LOG_RATIO_ALARMS`)."""
     if len(log_ratios) < 2:
         return None
     worst = max(log_ratios, key=lambda engine: log_ratios[engine])
     others = max(value for engine, value in log_ratios.items() if engine != worst)
-    if log_ratios[worst] <= max(LOG_RATIO_ALARM, ENGINE_FACTOR * others):
+    if log_ratios[worst] <= max(alarm, ENGINE_FACTOR * others):
         return None
     replica, _, incarnation = worst.rpartition("#")
     return EngineDisagrees(

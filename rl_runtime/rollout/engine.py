@@ -69,6 +69,7 @@ class EngineSettings:
     num_seqs_max: int = 64  # requests computed in one step
     kv_cache_bytes: int = 64 << 20
     seed: int = 0
+    dtype: str = "float32"  # of weights and computation; the weights sent must have it
     fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
@@ -270,7 +271,7 @@ def _start(settings: EngineSettings) -> Any:
         model=settings.model_dir,
         skip_tokenizer_init=not settings.sampling.stop,
         load_format="dummy",  # weights come by transfer, with proof; weights from the folder would be discarded
-        dtype="float32",
+        dtype=settings.dtype,
         seed=settings.seed,
         enforce_eager=True,
         max_model_len=settings.max_model_len,

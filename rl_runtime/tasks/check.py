@@ -1,4 +1,4 @@
-"""Checks a job with a dataset before anything starts: data, tokenizer, reward function, model and memory.
+"""Checks a job with a model folder before anything starts: data, tokenizer, reward function, model and memory.
 
 In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because transformers and vLLM are slow to import
 and stay in memory.
@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import psutil
 
@@ -19,21 +19,24 @@ from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 CHECK_SECONDS = 300.0
 ROWS_CHECKED = 256
-TRAINER_BYTES, CRITIC_BYTES, REFERENCE_BYTES, ROLLOUT_BYTES = 40, 40, 4, 4
-"""Per parameter, in float32. A trainer: weights, two of AdamW, the gradient, its sum in float64, two older versions,
-and the published one."""
+WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2}
+TRAINED_BYTES: Final = {"float32": 40, "bfloat16": 36}
+"""Per trained parameter, of policy or critic: weights and, in bfloat16, their rounded copy, two of AdamW, the gradient,
+its sum in float64, two older versions, and the published one."""
+FROZEN_COPIES: Final = 5
+"""Of a parameter with adapters: as given, merged, two older versions, and the published one."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
 
 
 def checked(job: JobConfig) -> JobConfig:
-    """The job with its dataset's fingerprint; unchanged for a built-in task.
+    """The job with its dataset's fingerprint; unchanged for a built-in task. The built-in model needs no check.
 
     Raises:
         ConfigError: all problems, each `path: reason`.
         DeadlineExceeded: the check takes too long.
     """
-    if job.data is None:
+    if job.model.path is None:
         return job
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
@@ -49,6 +52,8 @@ def checked(job: JobConfig) -> JobConfig:
         raise ConfigError([f"data: the check ended with code {done.returncode}: {reason}"]) from None
     if answer["problems"]:
         raise ConfigError(answer["problems"])
+    if job.data is None:
+        return job
     data = job.data.model_copy(update={"fingerprint": answer["fingerprint"]})
     return job.model_copy(update={"data": data})
 
@@ -56,9 +61,12 @@ def checked(job: JobConfig) -> JobConfig:
 def problems_of(job: JobConfig) -> tuple[list[str], str]:
     """(each `path: reason`, the dataset's fingerprint)."""
     problems: list[str] = []
-    fingerprint = _collected(lambda: _check_data(job), problems) or ""
-    _collected(lambda: _check_reward(job), problems)
+    fingerprint = ""
+    if job.data is not None:
+        fingerprint = _collected(lambda: _check_data(job), problems)
+        _collected(lambda: _check_reward(job), problems)
     _collected(lambda: _check_model(job), problems)
+    _collected(lambda: _check_layers(job), problems)
     _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
     return problems, fingerprint
 
@@ -95,12 +103,14 @@ def _check_reward(job: JobConfig) -> str:
 
 def _check_model(job: JobConfig) -> str:
     config = _model_config(job)
-    vocabulary(job.model, None)
+    vocabulary(job.model, None if job.data else job.task.name)
     from rolecall.rl_runtime.rollout.engine import import_vllm
 
     import_vllm()
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
 
+    _check_dtype(job.model.dtype, current_platform)
     supported = ModelRegistry.get_supported_archs()
     names = config.get("architectures") or []
     if not any(name in supported for name in names):
@@ -113,13 +123,48 @@ def _check_model(job: JobConfig) -> str:
     return ""
 
 
+def _check_dtype(name: str, platform: Any) -> None:
+    """`platform`: vLLM's `current_platform`."""
+    from rolecall.rl_runtime.weights.digest import DTYPES
+
+    if DTYPES[name] not in platform.supported_dtypes:
+        raise ConfigError([f"model.dtype: vLLM has no {name} on this machine ({platform.device_type})"])
+    try:
+        platform.check_if_supports_dtype(DTYPES[name])
+    except NotImplementedError:
+        pass  # a CPU has no more to say
+    except ValueError as e:
+        raise ConfigError([f"model.dtype: {e}"]) from e
+
+
+def _check_layers(job: JobConfig) -> str:
+    """Adapters and gradient checkpointing, on the model without its weights."""
+    if job.lora is None and not job.model.gradient_checkpointing:
+        return ""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rolecall.rl_runtime.model_layers import add_layers
+
+    try:
+        config = AutoConfig.from_pretrained(str(job.model.path), local_files_only=True, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise ConfigError([f"model.path: {e}"], job.model.path or "") from e
+    add_layers(model, job.model, job.lora, job.seed)
+    return ""
+
+
 def _check_memory(job: JobConfig, available: int) -> str:
     num = _num_parameters(Path(job.model.path or ""))
-    algorithm, roles = job.algorithm, job.roles
-    trainer = TRAINER_BYTES + CRITIC_BYTES * algorithm.has_critic + REFERENCE_BYTES * (algorithm.kl_coefficient > 0)
+    algorithm, roles, dtype = job.algorithm, job.roles, job.model.dtype
+    weight = WEIGHT_BYTES[dtype]
+    network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
+    trainer = network * (1 + algorithm.has_critic) + weight * (algorithm.kl_coefficient > 0)
     rollouts = roles.rollout + job.runtime.standbys
     needed = roles.trainer * (num * trainer + PROCESS_BYTES)
-    needed += rollouts * (num * ROLLOUT_BYTES + job.runtime.kv_cache_bytes + PROCESS_BYTES)
+    needed += rollouts * (num * weight + job.runtime.kv_cache_bytes + PROCESS_BYTES)
     if needed > available:
         what = f"{roles.trainer} trainers and {rollouts} engines of {num / 1e6:.0f} M parameters"
         raise ConfigError([f"roles: {what} need about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} are free"])

@@ -1,5 +1,8 @@
 """Models: a small local Qwen3-shaped decoder or any Hugging Face folder, and the critic, which uses the same body.
 
+They are made in float32, with adapters if the job has LoRA. `compute_in` turns the weights into those that are computed
+with.
+
 All parameter names (manifests, transfers, checkpoints) are Hugging Face's, so that an engine can load them by name. The
 local model is float32 with untied embeddings: 0.9 M parameters by default.
 
@@ -19,8 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rolecall.core.config.job import ModelConfig, TaskName, parse_job
+from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RolecallError
 from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.model_layers import add_layers, is_adapter
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_tokenizer
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
 
@@ -48,18 +53,21 @@ class Critic(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden_bsh = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
-        values: Tensor = self.value_head(hidden_bsh).squeeze(-1)
+        values: Tensor = self.value_head(hidden_bsh.to(self.value_head.weight.dtype)).squeeze(-1)
         return values
 
 
-def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
-    """The model in float32, in eval mode (no dropout anywhere): the same (config, seed) gives the same bits.
+def make_model(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSettings | None = None) -> Any:
+    """The model in float32, in eval mode (no dropout anywhere): the same arguments give the same bits. `lora`: with
+    adapters, for a model folder.
 
     Raises:
-        ConfigError: the model folder cannot be loaded.
+        ConfigError: the model folder cannot be loaded, or has no such layers.
     """
     if config.path is not None:
-        return load_model_folder(Path(config.path))
+        model = load_model_folder(Path(config.path))
+        add_layers(model, config, lora, seed)
+        return model
     shape = Qwen3Shape(
         vocab_size=vocab.size,
         hidden_size=config.hidden_size,
@@ -77,19 +85,29 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
         return Qwen3(shape).eval()
 
 
-def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
-    """A value model: the policy's initial body and a fresh scalar head. The same (config, seed) gives the same bits.
+def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSettings | None = None) -> Critic:
+    """A value model: the policy's initial body, with adapters of its own if the policy has some, and a fresh scalar
+    head. The same arguments give the same bits.
 
     Raises:
-        ConfigError: the model folder cannot be loaded.
+        ConfigError: the model folder cannot be loaded, or has no such layers.
     """
-    body = make_model(config, vocab, seed).base_model
+    body = make_model(config, vocab, seed, lora).base_model
     hidden_size = config.hidden_size if config.path is None else body.config.get_text_config().hidden_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         critic = Critic(body, hidden_size)
         nn.init.normal_(critic.value_head.weight, std=VALUE_HEAD_STD)
     return critic.eval()
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
+    """Rounds the weights to `dtype`. Those of adapters and of the value head stay as they are: they are small, and the
+    engines have none. So do buffers: rotary frequencies in bfloat16 would be other frequencies.
+    """
+    for name, parameter in module.named_parameters():
+        if not is_adapter(name) and not name.startswith("value_head."):
+            parameter.data = parameter.data.to(dtype)
 
 
 def write_model_folder(

@@ -63,7 +63,7 @@ class Gradients:
         terms = TokenSelection(
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
         )
-        dtype = state.policy.parameters[0].dtype
+        dtype = state.policy.masters[0].dtype
         batch = make_batch(
             microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
         )

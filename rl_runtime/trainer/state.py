@@ -10,7 +10,7 @@ with the prefix `critic/`. Only the policy is sent to the engines. Copies of its
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
@@ -24,10 +24,12 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
+from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_name
 from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
-from rolecall.rl_runtime.trainer.model import make_critic, make_model
+from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
+from rolecall.rl_runtime.weights.digest import DTYPES, raw_bytes
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -37,7 +39,10 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 
 
 class Network:
-    """One trained network: its parameters in a fixed order, and their AdamW optimizer.
+    """One trained network: its trained parameters in a fixed order, and their AdamW optimizer.
+
+    `parameters` are those that gradients are taken of, `masters` those that the optimizer changes: the same, except for
+    bfloat16, where a parameter is the rounded copy of a float32 master. With adapters, only these are trained.
 
     A trainer has one for the policy and, if the algorithm has a critic, another one for that. Each has its own learning
     rate, moments and gradient-norm clipping, so that a large critic gradient does not shrink the policy's step. Tensors
@@ -52,14 +57,27 @@ class Network:
         grad_norm_max: float,
         optimizer: OptimizerConfig = OptimizerConfig(),
         prefix: str = "",
+        dtype: torch.dtype | None = None,
     ) -> None:
+        """`dtype`: of the weights to compute with; None: the module's own."""
         self.module, self.prefix = module, prefix
-        named = sorted(module.named_parameters())  # a tied parameter appears once
+        everything = sorted(module.named_parameters())  # a tied parameter appears once
+        named = [(n, p) for n, p in everything if p.requires_grad]
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
         self.num_parameters = sum(p.numel() for p in self.parameters)
+        before = [p.data for p in self.parameters]
+        if dtype is not None:
+            compute_in(module, dtype)
+        self.masters: tuple[torch.nn.Parameter, ...] = tuple(
+            p if p.dtype == master.dtype else torch.nn.Parameter(master)
+            for p, master in zip(self.parameters, before, strict=True)
+        )
+        self._adapted = adapted_layers(module)
+        self._sent = [(n, p) for n, p in everything if not is_adapter(n)]
+        self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
         self._grad_norm_max, self._learning_rate = grad_norm_max, learning_rate
-        matrices, vectors = ([p for p in self.parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
+        matrices, vectors = ([p for p in self.masters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": group, "weight_decay": decay}
@@ -71,7 +89,7 @@ class Network:
             eps=optimizer.epsilon,
             fused=True,
         )
-        for parameter in self.parameters:  # before the first step, so that the state of step 0 can be copied too
+        for parameter in self.masters:  # before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
@@ -80,20 +98,20 @@ class Network:
 
     @property
     def optimizer_step(self) -> int:
-        return int(self._optimizer.state[self.parameters[0]]["step"])
+        return int(self._optimizer.state[self.masters[0]]["step"])
 
     def take_gradient(self, sums: torch.Tensor, divisor: float) -> float:
-        """Divides `sums` (flat, float64), sets each parameter's gradient to its part, and clips the norm.
+        """Divides `sums` (flat, float64), sets each master's gradient to its part, and clips the norm.
 
         Divided in float64 and rounded once, so that another order of addition rounds to the same step. Returns the norm
         before clipping; if it is not finite, the gradient must not be applied.
         """
         start = 0
-        for p in self.parameters:
+        for p in self.masters:
             part = sums[start : start + p.numel()].view_as(p)
             p.grad = (part / divisor).to(p.dtype)
             start += p.numel()
-        return float(torch.nn.utils.clip_grad_norm_(self.parameters, self._grad_norm_max))
+        return float(torch.nn.utils.clip_grad_norm_(self.masters, self._grad_norm_max))
 
     def drop_gradient(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -104,21 +122,47 @@ class Network:
             group["lr"] = self._learning_rate * learning_rate_share
         self._optimizer.step()
         self.drop_gradient()
+        self.masters_changed()
+
+    @torch.no_grad()
+    def masters_changed(self) -> None:
+        """Brings the weights to compute with up to date; call it after each change of the masters."""
+        for p, master in zip(self.parameters, self.masters, strict=True):
+            if p is not master:
+                p.copy_(master)
+        for layer in self._adapted:
+            layer.merge()
+
+    def module_weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights to compute with, adapters merged, under the module's own names; what never changes is
+        not copied."""
+        return {n: p.detach().clone() if id(p) in self._changing else p.detach() for n, p in self._sent}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies, under the module's parameter names."""
-        return {n: p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
+        """As `module_weights`, under the names of the model folder."""
+        return {plain_name(n): t for n, t in self.module_weights().items()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights and moments without copying, under their export names."""
-        for n, p in zip(self.names, self.parameters, strict=True):
+        """Masters and moments without copying, under their export names."""
+        for n, p in zip(self.names, self.masters, strict=True):
             yield f"{self.prefix}{WEIGHT}/{n}", p.detach()
             for moment in MOMENTS:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
 
-    def set_optimizer_step(self, steps: int) -> None:
-        for p in self.parameters:
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Becomes what these `tensors` say, after `steps` optimizer steps."""
+        for name, mine in self.tensors():
+            mine.copy_(tensors[name])
+        for p in self.masters:
             self._optimizer.state[p]["step"].fill_(float(steps))
+        self.masters_changed()
+
+    def frozen_digest(self) -> str:
+        """SHA-256 over all parameters that are not trained, before any step; "" if all are."""
+        trained = {id(p) for p in self.parameters}
+        frozen = [p for _, p in self._sent if id(p) not in trained]
+        return _digest(frozen) if frozen else ""
 
 
 class TrainerState:
@@ -143,8 +187,10 @@ class TrainerState:
         self.num_parameters = sum(n.num_parameters for n in self._networks)
         self.commit, self.band = commit, LearnedBand()
         self._lock = threading.RLock()
+        self._frozen = policy.frozen_digest()
         self.weights_digest = self._digest_weights()
-        """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
+        """SHA-256 over all masters in the order of their names, the policy's before the critic's, and over the weights
+        that adapters are added to."""
 
     def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
         """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores record and band,
@@ -175,10 +221,11 @@ class TrainerState:
         version, kept = self.commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.previous.items() if v > version - kept}
-            self.previous = {**old, version: self.policy.weights()}
+            self.previous = {**old, version: self.policy.module_weights()}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """An immutable copy of the weights of policy version `version`, Hugging Face names.
+        """An immutable copy of the weights of policy version `version`, as they are computed with and sent to engines:
+        in the job's dtype, adapters merged, Hugging Face names.
 
         Raises:
             StaleIncarnation: this replica has another version.
@@ -206,6 +253,7 @@ class TrainerState:
                 "optimizer_step": self.policy.optimizer_step,
                 "commit": asdict(self.commit),
                 "band": [[n.loss, n.grad_norm] for n in self.band.learned],
+                **({"frozen": self._frozen} if self._frozen else {}),
             }
         return tensors, json.dumps(meta, sort_keys=True)
 
@@ -216,11 +264,11 @@ class TrainerState:
         except ValueError as e:
             raise self._mismatch("(meta)", str(e)) from e
         self._check_tensors(tensors)
-        with self._lock, torch.no_grad():
+        if json.loads(meta).get("frozen", "") != self._frozen:
+            raise self._mismatch("(frozen)", "its adapters belong to other weights: the model folder has changed")
+        with self._lock:
             for network in self._networks:
-                for name, mine in network.tensors():
-                    mine.copy_(tensors[name])
-                network.set_optimizer_step(steps)
+                network.take(tensors, steps)
             self.previous = {}  # they may belong to a discarded policy
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
@@ -243,11 +291,15 @@ class TrainerState:
         return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
-        total = hashlib.sha256()
-        for network in self._networks:
-            for p in network.parameters:
-                total.update(p.detach().contiguous().view(torch.uint8).numpy().data)
-        return total.hexdigest()
+        masters = _digest(p for network in self._networks for p in network.masters)
+        return hashlib.sha256((self._frozen + masters).encode()).hexdigest() if self._frozen else masters
+
+
+def _digest(tensors: Iterable[torch.Tensor]) -> str:
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(raw_bytes(tensor))
+    return total.hexdigest()
 
 
 def first_state(
@@ -259,20 +311,23 @@ def first_state(
         ConfigError: the model folder cannot be loaded.
     """
     algorithm = job.algorithm
+    computed = DTYPES[job.model.dtype] if job.model.dtype != "float32" else None
     policy = Network(
-        make_model(job.model, vocab, job.seed).to(dtype),
+        make_model(job.model, vocab, job.seed, job.lora).to(dtype),
         learning_rate=algorithm.learning_rate,
         grad_norm_max=algorithm.grad_norm_max,
         optimizer=job.optimizer,
+        dtype=computed,
     )
     critic = None
     if algorithm.has_critic:
         critic = Network(
-            make_critic(job.model, vocab, job.seed).to(dtype),
+            make_critic(job.model, vocab, job.seed, job.lora).to(dtype),
             learning_rate=algorithm.value_learning_rate,
             grad_norm_max=algorithm.grad_norm_max,
             optimizer=job.optimizer,
             prefix=CRITIC,
+            dtype=computed,
         )
     kept = min(VERSIONS_KEPT, job.runtime.staleness_max)
     return TrainerState(

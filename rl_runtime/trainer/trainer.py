@@ -56,7 +56,7 @@ from rolecall.rl_runtime.protocol.messages import (
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.band import band_after, compare, unusual_microbatches
-from rolecall.rl_runtime.trainer.model import make_model
+from rolecall.rl_runtime.trainer.model import compute_in, make_model
 from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.trainer.reduce import (
     BUCKET_BYTES,
@@ -70,6 +70,7 @@ from rolecall.rl_runtime.trainer.reduce import (
     refuse_stale,
 )
 from rolecall.rl_runtime.trainer.state import first_state
+from rolecall.rl_runtime.weights.digest import DTYPES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,8 @@ class TrainerReplica:
         reference = None
         if job.algorithm.kl_coefficient > 0:
             reference = make_model(job.model, self.vocab, job.seed).to(dtype).requires_grad_(False)
+            if job.model.dtype != "float32":
+                compute_in(reference, DTYPES[job.model.dtype])
         self._gradients = Gradients(
             job.algorithm,
             pad=self.vocab.pad,

@@ -179,20 +179,24 @@ def export_command(
     run: NamedRunArgument = "",
     option: NamedRunOption = "",
     runs: RootOption = ROOT,
-    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Of the weights: bfloat16, float16 or float32. Without it: the job's model.dtype.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face model.
 
-    transformers and vLLM load the folder: weights, configuration and tokenizer."""
+    transformers and vLLM load the folder: weights, configuration and tokenizer. The weights have the dtype that the run
+    computes with, unless --dtype gives another; LoRA adapters are merged."""
     from rolecall.rl_runtime.trainer.export import DTYPES, export_model
 
-    if dtype not in DTYPES:
+    if dtype and dtype not in DTYPES:
         raise ConfigError([f"--dtype: {dtype!r}: expected {', '.join(DTYPES)}"])
-    step, num, damaged = export_model(named_run(runs, run, option), folder, dtype)
-    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": dtype, "damaged": damaged}
-    lines = [f"passed over: {reason}" for reason in damaged]
-    show(as_json, value, [*lines, f"{folder}: {num / 1e6:.1f} M parameters in {dtype}, after step {step}"])
+    done = export_model(named_run(runs, run, option), folder, dtype or None)
+    num, step = done.num_parameters, done.step
+    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": done.dtype, "damaged": [*done.damaged]}
+    lines = [f"passed over: {reason}" for reason in done.damaged]
+    show(as_json, value, [*lines, f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after step {step}"])
 
 
 @app.command(

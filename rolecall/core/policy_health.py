@@ -30,6 +30,9 @@ LOG_RATIO_ALARM: Final = 0.02
 """Nats. With the same weights in float32, log-probabilities agree to 1e-5 between machines; one matrix with noise of
 0.3 of its deviation gives 0.02 in most steps, long before rewards change. Engines of another precision always differ
 more and are compared with their own history."""
+LOG_RATIO_ALARMS: Final = {"float32": LOG_RATIO_ALARM, "bfloat16": 1.0}
+"""By the dtype that engines and trainers compute with, where one step decides. A bfloat16 logit between 8 and 16 is
+rounded to a sixteenth, on both sides: the largest difference in 128 tokens of SmolLM2-135M was 0.37 (measured)."""
 
 SIGNS = (
     PolicyHealthMetric(

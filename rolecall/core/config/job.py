@@ -22,6 +22,7 @@ from pydantic import (
 
 from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
 from rolecall.core.config.data import DataConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.lora import LoraSettings
 from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
@@ -49,6 +50,21 @@ class ModelConfig(Section):
     """Size of one head."""
     num_parameters: Annotated[int, Field(ge=1)] | None = None
     """Parameters of the model folder, without the embedding, for the MFU. null: no MFU with a model folder."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights that trainers and engines compute with. The optimizer has float32 weights in both. bfloat16 needs
+    a model folder."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass, layer by layer, instead of keeping them: less memory, about a
+    third more time. Needs a model folder."""
+
+    @model_validator(mode="after")
+    def _of_a_folder(self) -> "ModelConfig":
+        if self.path is None:
+            given = {"dtype": self.dtype != "float32", "gradient_checkpointing": self.gradient_checkpointing}
+            names = " and ".join(name for name, is_set in given.items() if is_set)
+            if names:
+                raise ValueError(f"{names} without path: the built-in model is float32 and keeps its activations")
+        return self
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -255,6 +271,8 @@ class JobConfig(Section):
     """Location of journal and ledger: postgresql://USER@HOST/DATABASE (each run creates its own schema) or
     sqlite:////PATH/TO/FILE. null: a SQLite file in the run directory. Keep a password in ~/.pgpass."""
     model: ModelConfig = ModelConfig()
+    lora: LoraSettings | None = None
+    """Adapters that are trained in place of the model's weights. null: the whole model is trained."""
     task: TaskConfig = TaskConfig()
     data: DataConfig | None = None
     """Your own prompts, in place of a built-in task."""
@@ -297,6 +315,12 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _lora(self) -> "JobConfig":
+        if self.lora is not None and self.model.path is None:
+            raise ValueError("lora needs model.path: the built-in model is trained as a whole")
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
         """Checks the algorithm's lengths against the longest response."""
         longest, algorithm = self.max_response_tokens, self.algorithm
@@ -326,7 +350,9 @@ class JobConfig(Section):
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         dumped: dict[str, Any] = handler(self)
-        unused = ("data", "reward") if self.data is None else ("task",)
+        unused = {"data", "reward"} if self.data is None else {"task"}
+        if self.lora is None:
+            unused.add("lora")
         return {k: v for k, v in dumped.items() if k not in unused}
 
     @field_serializer("journal")

@@ -68,3 +68,16 @@ def test_tokens_at_an_edge_that_rounding_may_move_are_not_compared() -> None:
     tied = torch.tensor([[[2.0, 1.0, 1.0, 0.0]] * 2])
     assert [comparable(tied, SamplingConfig(top_k=k)).tolist()[0][1] for k in (1, 2, 3, 4)] == [True, False, True, True]
     assert comparable(tied, SamplingConfig()).all()
+
+
+def test_bfloat16_logits_are_scaled_in_float32_and_have_wider_edges() -> None:
+    exact = torch.tensor([[[9.3, 8.1, 2.7], [0.0, 0.0, 0.0]]])
+    logits, tokens = exact.bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+    found = sampled_logits(logits, tokens, SamplingConfig(temperature=0.7))
+    assert torch.equal(found, logits.float() / 0.7) and not torch.equal(found, (logits / 0.7).float())
+    near = 1 / (1 + math.exp(float(logits[0, 0, 1] - logits[0, 0, 0]))) + 0.01  # the first token's share, nearly
+    settings = SamplingConfig(top_p=near)
+    assert [comparable(x, settings)[0, 1].item() for x in (logits.float(), logits)] == [True, False]
+    settings = SamplingConfig(top_k=1)
+    apart = torch.tensor([[[8.125, 8.0, 2.0], [0.0, 0.0, 0.0]]])
+    assert [comparable(x, settings)[0, 1].item() for x in (apart, apart.bfloat16())] == [True, False]

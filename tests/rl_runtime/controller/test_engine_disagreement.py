@@ -6,6 +6,7 @@ import pytest
 
 from rolecall.core.errors import EngineDisagrees
 from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.policy_health import LOG_RATIO_ALARMS
 from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
 from rolecall.rl_runtime.controller.trajectories import EngineKey, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
@@ -30,6 +31,13 @@ def test_only_an_engine_that_is_off_alone_is_named(
 ) -> None:
     found = disagreeing_engine(log_ratios, 7)
     assert (EngineDisagrees.parse(str(found)) if found else None) == named
+
+
+def test_rounding_in_bfloat16_names_no_engine() -> None:
+    ratios = {"rollout/0#1": 0.3, "rollout/1#2": 0.003}
+    assert disagreeing_engine(ratios, 7) is not None
+    assert disagreeing_engine(ratios, 7, alarm=LOG_RATIO_ALARMS["bfloat16"]) is None
+    assert disagreeing_engine({**ratios, "rollout/0#1": 3.0}, 7, alarm=LOG_RATIO_ALARMS["bfloat16"]) is not None
 
 
 def chunk(offset: int, num_tokens: int, *, finished: bool = False) -> TokenChunk:

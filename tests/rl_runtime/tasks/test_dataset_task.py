@@ -1,20 +1,23 @@
 """A user's dataset as a task: prompts through the chat template, rewards from the function, and the check before."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rolecall.core.config.job import JobConfig, load_job, parse_job
+from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RewardFailed, SamplerMismatch
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
-from rolecall.rl_runtime.tasks.check import _check_data, _check_memory, checked
+from rolecall.rl_runtime.tasks.check import _check_data, _check_dtype, _check_layers, _check_memory, checked
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 from rolecall.rl_runtime.tasks.task import group_id
@@ -157,8 +160,10 @@ def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
     config = json.loads((write_chat_model(folder / "odd") / "config.json").read_text())
     (folder / "odd" / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(ConfigError) as found:
-        checked(job_of(folder, model="odd", answer="solution", reward="nowhere.at_all:score"))
-    data, reward, model = found.value.problems
+        job = job_of(folder, model="odd", answer="solution", reward="nowhere.at_all:score")
+        checked(job.model_copy(update={"lora": LoraSettings(target_modules=("query",))}))
+    data, reward, model, lora = found.value.problems
+    assert lora.startswith("lora.target_modules: 'query' is no linear layer") and lora.endswith("v_proj")
     assert "no column 'solution'" in data and "vLLM has no NoSuchModel" in model
     assert reward.startswith("reward.function: nowhere.at_all cannot be imported: ModuleNotFoundError")
     with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
@@ -170,6 +175,52 @@ def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"roles: 2 trainers and 4 engines of 0 M parameters need about 6.3 GiB"):
         _check_memory(job, 1 << 30)
     assert _check_memory(job, 64 << 30) == ""
+
+
+def test_bfloat16_and_adapters_need_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.rl_runtime.tasks.check._num_parameters", lambda _: 1 << 30)
+    job = job_of(folder)
+
+    def needed(dtype: str, lora: LoraSettings | None) -> float:
+        changed = job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype}), "lora": lora})
+        with pytest.raises(ConfigError) as found:
+            _check_memory(changed, 1 << 30)
+        return float(found.value.problems[0].split(" GiB")[0].rpartition(" ")[2])
+
+    lora = LoraSettings()
+    assert needed("float32", None) > needed("bfloat16", None) > needed("float32", lora) > needed("bfloat16", lora)
+
+
+def test_adapters_and_checkpointing_are_tried_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(folder)
+    model = job.model.model_copy(update={"gradient_checkpointing": True})
+    job = job.model_copy(update={"model": model, "lora": LoraSettings(rank=2)})
+    assert _check_layers(job) == ""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"lora: needs peft"):
+        _check_layers(job)
+
+
+class Platform:
+    """As vLLM's, of a machine with `dtypes`; its GPU refuses `refused`."""
+
+    device_type = "cuda"
+
+    def __init__(self, *dtypes: torch.dtype, refused: torch.dtype | None = None) -> None:
+        self.supported_dtypes, self._refused = dtypes, refused
+
+    def check_if_supports_dtype(self, dtype: torch.dtype) -> None:
+        if dtype is self._refused:
+            raise ValueError("Bfloat16 is only supported on GPUs with compute capability of at least 8.0.")
+
+
+def test_a_dtype_that_the_engine_lacks_is_a_mistake_of_the_model() -> None:
+    both = torch.float32, torch.bfloat16
+    _check_dtype("bfloat16", Platform(*both))
+    with pytest.raises(ConfigError, match=r"model.dtype: vLLM has no bfloat16 on this machine \(cuda\)"):
+        _check_dtype("bfloat16", Platform(torch.float32))
+    with pytest.raises(ConfigError, match=r"model.dtype: Bfloat16 is only supported on GPUs"):
+        _check_dtype("bfloat16", Platform(*both, refused=torch.bfloat16))
 
 
 def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

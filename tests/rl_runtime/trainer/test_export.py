@@ -1,9 +1,11 @@
 """`rolecall export`: the newest checkpoint as a folder that transformers loads, whole or not at all."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolecall.core.config.job import parse_job
@@ -12,7 +14,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.checkpoint import save
-from rolecall.rl_runtime.trainer.export import export_model
+from rolecall.rl_runtime.trainer.export import DTYPES, export_model
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.state import first_state
 from tests.e2e.runs import command
@@ -23,16 +25,23 @@ TOKENS = torch.tensor([[1, 3, 6, 10, 11]])
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
+    return made_run(tmp_path)
+
+
+def made_run(tmp_path: Path, **changes: Any) -> RunDir:
+    """Its masters at step n are those of the model, plus n / 100."""
     model = write_chat_model(tmp_path / "given")
-    job = parse_job({"model": {"path": str(model)}, "data": {"path": "x.jsonl"}, "reward": "exact"})
+    given = {"path": str(model), **changes.pop("model", {})}
+    job = parse_job({"model": given, "data": {"path": "x.jsonl"}, "reward": "exact", **changes})
     made = create_run_dir(tmp_path / "runs", "mine", None)
     made.write({"run_id": "mine", "config": job.model_dump(mode="json")})
     write_model_folder(made.path / "model", job.model, job.seed, None)
     for step in (3, 7):
         state = first_state(job, vocabulary(job.model, None), replica=ReplicaId("trainer/0"))
         with torch.no_grad():
-            for parameter in state.policy.parameters:
-                parameter.add_(step / 100)
+            for master in state.policy.masters:
+                master.add_(step / 100)
+        state.policy.masters_changed()
         save(made.checkpoints, step, *state.export(), keep=3)
     return made
 
@@ -45,7 +54,8 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 def test_the_folder_has_the_newest_weights_and_the_tokenizer(run: RunDir, tmp_path: Path) -> None:
-    assert export_model(run, tmp_path / "out", "float32")[0] == 7
+    done = export_model(run, tmp_path / "out")
+    assert (done.step, done.dtype, done.damaged) == (7, "float32", ())
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "given"), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,15 +68,44 @@ def test_the_folder_has_the_newest_weights_and_the_tokenizer(run: RunDir, tmp_pa
 def test_half_precision_and_a_damaged_newest_checkpoint(run: RunDir, tmp_path: Path) -> None:
     newest = max(run.checkpoints.iterdir()) / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    step, num, damaged = export_model(run, tmp_path / "out", "bfloat16")
-    assert step == 3 and num > 0 and "state.safetensors" in damaged[0]
+    done = export_model(run, tmp_path / "out", "bfloat16")
+    assert done.step == 3 and done.num_parameters > 0 and "state.safetensors" in done.damaged[0]
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     assert model.dtype is torch.bfloat16
 
 
+def test_the_dtype_is_that_of_the_run(tmp_path: Path) -> None:
+    run = made_run(tmp_path, model={"dtype": "bfloat16"})
+    assert export_model(run, tmp_path / "out").dtype == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    given = AutoModelForCausalLM.from_pretrained(str(tmp_path / "given"), dtype=torch.float32)
+    assert model.dtype is torch.bfloat16
+    for one, other in zip(model.parameters(), given.parameters(), strict=True):
+        assert torch.equal(one, (other + 0.07).bfloat16()), "of the float32 masters"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_merged_into_a_whole_model(tmp_path: Path, dtype: str) -> None:
+    run = made_run(tmp_path, model={"dtype": dtype}, lora={"rank": 2, "alpha": 4, "target_modules": ["q_proj"]})
+    assert export_model(run, tmp_path / "out").dtype == dtype
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    given = load_file(tmp_path / "given" / "model.safetensors")
+    state = load_file(max(run.checkpoints.iterdir()) / "state.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (state[f"weight/{name}.lora_{x}.default.weight"].double() for x in "AB")
+    assert len(state) == 6, "a checkpoint has the adapters and their moments alone"
+    given[f"{name}.weight"] = given[f"{name}.weight"].to(DTYPES[dtype]).double() + 2 * b @ a
+    assert found.keys() == given.keys()
+    assert all(torch.equal(t, given[n].to(DTYPES[dtype])) for n, t in found.items())
+    (run.path / "model" / "model.safetensors").unlink()
+    save_file({**found, "model.norm.weight": found["model.norm.weight"] + 1}, run.path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"run mine: .*the model folder has changed"):
+        export_model(run, tmp_path / "again")
+
+
 def test_the_command(run: RunDir, tmp_path: Path) -> None:
     done = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
-    assert done.returncode == 0 and done.stdout.endswith("M parameters in bfloat16, after step 7\n"), done
+    assert done.returncode == 0 and done.stdout.endswith("M parameters in float32, after step 7\n"), done
     again = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
     assert again.returncode == 2 and "exists already" in again.stderr
     odd = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "o"), "--dtype", "int8")

@@ -52,6 +52,23 @@ def test_first_is_anchored_to_the_trainer_and_the_second_to_the_first() -> None:
     assert second.admitted and "equals rollout/0" in second.because
 
 
+@pytest.mark.parametrize(
+    ("canary", "why"),
+    [
+        ((-1.05, -2.0, -13.5), ""),  # rounding: 0.06 in the mean, one token far off
+        (
+            (-1.2, -2.3, -13.0),
+            "differ from the trainer's by 0.144 of themselves in the mean (tolerance 0.1 in bfloat16)",
+        ),
+        ((-1.0, math.nan, -12.0), "by nan of themselves"),
+    ],
+)
+def test_in_bfloat16_the_canary_is_judged_in_the_mean(canary: tuple[float, ...], why: str) -> None:
+    manifest = build_manifest(1, {"a": torch.ones(2, dtype=torch.bfloat16)}, LOGPROBS)
+    verdict = ProofVerifier().judge(manifest, make_proof(manifest, canary_logprobs=canary))
+    assert verdict.admitted == (not why) and why in verdict.because
+
+
 REFUSED_FIRST = {
     "other manifest": ({"manifest_digest": "x"}, "a", "(all)", "proof is for manifest"),
     "other version": ({"policy_version": 2}, "a", "(all)", "policy version 2, wanted is 1"),

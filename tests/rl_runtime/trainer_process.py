@@ -113,7 +113,7 @@ class Spied(TrainerReplica):
         self.gradients: dict[int, dict[str, torch.Tensor]] = {}
         apply = self.state.apply
 
-        def spy(sums: torch.Tensor, by: Divisors, commit: Any, band: Any) -> float:
+        def spy(sums: torch.Tensor, by: Divisors, commit: Any, band: Any, *draft: Any) -> float:
             state, start = self.state, 0
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
@@ -121,7 +121,7 @@ class Spied(TrainerReplica):
                     found[f"{network.prefix}{name}"] = sums[start : start + p.numel()].view(p.shape) / divisor
                     start += p.numel()
             assert start == sums.numel()
-            return apply(sums, by, commit, band)
+            return apply(sums, by, commit, band, *draft)
 
         self.state.apply = spy  # type: ignore[method-assign]
 

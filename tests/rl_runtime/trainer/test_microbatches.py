@@ -345,7 +345,7 @@ class MeanOfMeans(Spied):
             end = state.policy.num_parameters
             return torch.cat([gradient[:end] / own.policy, gradient[end:] / own.value]), stats
 
-        def averaged(sums: torch.Tensor, by: Divisors, commit: Any, band: Any) -> float:
+        def averaged(sums: torch.Tensor, by: Divisors, commit: Any, band: Any, _draft: None) -> float:
             number = float(self.job.algorithm.microbatches_per_step)
             return apply(sums, Divisors(policy=number, value=number), commit, band)
 

@@ -22,6 +22,8 @@ ROWS_CHECKED = 256
 TRAINER_BYTES, CRITIC_BYTES, REFERENCE_BYTES, ROLLOUT_BYTES = 40, 40, 4, 4
 """Per parameter, in float32. A trainer: weights, two of AdamW, the gradient, its sum in float64, two older versions,
 and the published one."""
+DRAFT_BYTES = 12
+"""Per trained parameter, of a step with several updates: the weights and moments of AdamW that they move."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
 
@@ -118,6 +120,8 @@ def _check_memory(job: JobConfig, available: int) -> str:
     algorithm, roles = job.algorithm, job.roles
     trainer = TRAINER_BYTES + CRITIC_BYTES * algorithm.has_critic + REFERENCE_BYTES * (algorithm.kl_coefficient > 0)
     rollouts = roles.rollout + job.runtime.standbys
+    if algorithm.num_updates > 1:
+        trainer += DRAFT_BYTES * (1 + algorithm.has_critic)
     needed = roles.trainer * (num * trainer + PROCESS_BYTES)
     needed += rollouts * (num * ROLLOUT_BYTES + job.runtime.kv_cache_bytes + PROCESS_BYTES)
     if needed > available:

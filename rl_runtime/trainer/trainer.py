@@ -244,7 +244,7 @@ class TrainerReplica:
             votes.append(ballots)
             by = update_divisors(ballots, algorithm, longest=self._longest)
             if draft is not None and len(votes) < len(plan):
-                with self._leaving_on_error(group, "step"), reporter.phase(Phase.OPTIMIZER):
+                with self._leaving_on_error(group, "step"), self._optimizing(step):
                     norms.append(draft.update(sums, by, step))
         judged = list(chain(*votes[: algorithm.mini_batches]))
         compared = compare(judged, first)
@@ -257,13 +257,9 @@ class TrainerReplica:
             gradient_digest=_digest_of([ballots[0].gradient_digest for ballots in votes]),
             ledger=ledger,
         )
-        with reporter.phase(Phase.OPTIMIZER):
+        with self._optimizing(step):
             band = band_after(self.state.band, judged, compared)
-            try:
-                norms.append(self.state.apply(sums, by, commit, band, draft))
-            except NonFiniteValue:  # at every member: all have the same sums, which they voted on
-                self.reset_step(step)
-                raise
+            norms.append(self.state.apply(sums, by, commit, band, draft))
             self._partial.clear(step + 1)
         grad_norm = sum(norms) / len(norms)
         self.last_result = result = StepResult(
@@ -318,6 +314,16 @@ class TrainerReplica:
             raise CommitVoteRejected(
                 epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
             )
+
+    @contextmanager
+    def _optimizing(self, step: int) -> Iterator[None]:
+        """Discards partial gradients whose sum overflows, at every member: all voted on the same sum."""
+        with reporter.phase(Phase.OPTIMIZER):
+            try:
+                yield
+            except NonFiniteValue:
+                self.reset_step(step)
+                raise
 
     @contextmanager
     def _leaving_on_error(self, group: ReduceGroup, what: str) -> Iterator[None]:

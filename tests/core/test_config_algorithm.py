@@ -139,7 +139,7 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
     "dapo without sampling": ({"name": "dapo", "dynamic_sampling": False}, "dapo without dynamic_sampling is not DAPO"),
     "unequal mini-batches": (
         {"microbatches_per_step": 4, "mini_batches": 3},
-        r"mini_batches \(3\) must divide microbatches_per_step \(4\)",
+        "mini_batches (3) must divide microbatches_per_step (4)",
     ),
     "more mini-batches than microbatches": ({"microbatches_per_step": 4, "mini_batches": 8}, "must divide"),
     "dapo by sample": ({"name": "dapo", "aggregation": "sample"}, "dapo weighs tokens"),

@@ -332,6 +332,7 @@ def test_an_update_that_overflows_changes_nothing() -> None:
         member.state.draft = broken  # type: ignore[method-assign]
     assert [type(a) for a in team._attempt()] == [NonFiniteValue] * 2
     assert team.members[0].state.export()[1] == before[1]
+    assert all(m._partial.computed(VERSION) == () for m in team.members), "the sum is not used again"
     team.close()
 
 

@@ -6,17 +6,17 @@ under the same lock. Exported tensors are named `weight/<name>`, `exp_avg/<name>
 with the prefix `critic/`. Only the policy is sent to the engines. Copies of its newest previous versions stay here for
 `agreement` and are not exported.
 
-A step of several updates moves a `draft`, and readers see the state before the step until the last update is applied.
+A step of several updates moves a second state, the draft, and readers see the state before the step until the last
+update is applied.
 """
 
 import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
@@ -119,7 +119,11 @@ class Network:
             for moment in MOMENTS:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
 
-    def set_optimizer_step(self, steps: int) -> None:
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Becomes what these `tensors` say, after `steps` optimizer steps."""
+        for name, mine in self.tensors():
+            mine.copy_(tensors[name])
         for p in self.parameters:
             self._optimizer.state[p]["step"].fill_(float(steps))
 
@@ -149,15 +153,12 @@ class TrainerState:
         self.weights_digest = self._digest_weights()
         """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
 
-    def draft(self) -> Self:
-        """A copy with networks of its own, for the updates of a step before its last one. Frozen weights are shared."""
-        with self._lock:
-            draft = copy(self)
-            frozen = {id(p): p for n in self._networks for p in n.module.parameters() if not p.requires_grad}
-            draft.policy, draft.critic = deepcopy((self.policy, self.critic), frozen)
-        draft._networks = (draft.policy,) if draft.critic is None else (draft.policy, draft.critic)
-        draft._lock = threading.RLock()
-        return draft
+    def become(self, other: "TrainerState") -> None:
+        """Of a draft: becomes a bitwise copy of the committed state."""
+        for mine, theirs in zip(self._networks, other._networks, strict=True):
+            mine.take(dict(theirs.tensors()), theirs.optimizer_step)
+        self.commit, self.band, self.previous = other.commit, other.band, other.previous
+        self.weights_digest = other.weights_digest
 
     def update(self, sums: torch.Tensor, divisors: Divisors, step: int) -> float:
         """Of a draft: one of the step's updates but the last. As in `apply`, without a commit."""
@@ -177,7 +178,7 @@ class TrainerState:
         """Divides the sums of the step's last update (flat: policy, then critic), clips, steps the optimizers and
         stores record and band, atomically for readers. Returns the norm of the policy's gradient before clipping.
 
-        `draft`: the state after the step's earlier updates, if it has several; its networks become this state's.
+        `draft`: the state after the step's earlier updates, if it has several; they exchange their networks.
 
         Raises:
             NonFiniteValue: a gradient overflows its parameters' dtype; nothing was changed.
@@ -187,7 +188,10 @@ class TrainerState:
             norm = after._take_gradients(sums, divisors, commit.step)
             self._remember()
             after._move(commit.step)
-            self.policy, self.critic, self._networks = after.policy, after.critic, after._networks
+            if draft is not None:
+                self.policy, draft.policy = draft.policy, self.policy
+                self.critic, draft.critic = draft.critic, self.critic
+                self._networks, draft._networks = draft._networks, self._networks
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
@@ -254,11 +258,9 @@ class TrainerState:
         except ValueError as e:
             raise self._mismatch("(meta)", str(e)) from e
         self._check_tensors(tensors)
-        with self._lock, torch.no_grad():
+        with self._lock:
             for network in self._networks:
-                for name, mine in network.tensors():
-                    mine.copy_(tensors[name])
-                network.set_optimizer_step(steps)
+                network.take(tensors, steps)
             self.previous = {}  # they may belong to a discarded policy
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()

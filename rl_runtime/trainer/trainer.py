@@ -108,6 +108,9 @@ class TrainerReplica:
         self.vocab = vocabulary(job.model, None if job.data else job.task.name)
         self._longest = job.max_response_tokens
         self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
+        self._draft: TrainerState | None = None
+        if job.algorithm.num_updates > 1:
+            self._draft = first_state(job, self.vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
         if job.algorithm.kl_coefficient > 0:
@@ -230,7 +233,9 @@ class TrainerReplica:
         with self._leaving_on_error(group, "step"):
             self._refuse_bad_plan(epoch, step, mine, all_ids)
             plan = updates(all_ids, algorithm, step=step, seed=self.job.seed)
-            draft = self.state.draft() if len(plan) > 1 else None
+            draft = self._draft
+            if draft is not None:
+                draft.become(self.state)
         old: dict[str, Outputs] = {}
         votes: list[list[CommitVote]] = []
         norms: list[float] = []

@@ -51,7 +51,7 @@ from tests.rl_runtime.trainer.test_microbatches import (
     weights,
     whole,
 )
-from tests.rl_runtime.trainer_process import Spied
+from tests.rl_runtime.trainer_process import LEDGER, Spied, make_microbatches, tiny_job
 from tests.rl_runtime.whole_batch import Whole, whole_updates
 
 SEED = 5
@@ -167,7 +167,7 @@ def test_one_update_a_step_moves_the_state_itself_and_records_the_gradient() -> 
     team = team_of(job_of(LATER["ppo"], PARTS), 1, torch.float32)
     member = team.members[0]
     networks = member.state.policy, member.state.critic
-    member.state.draft = lambda: pytest.fail("a copy for nothing")  # type: ignore[method-assign]
+    assert member._draft is None, "a copy for nothing"
     digests: list[str] = []
     apply = member.state.apply
 
@@ -243,6 +243,35 @@ def test_a_member_lost_between_the_last_vote_and_its_commit_leaves_a_committed_s
     team.close()
 
 
+def test_a_step_after_a_step_is_that_of_a_replica_which_copied_the_state_between_them() -> None:
+    job = tiny_job("ppo", algorithm=STEPPED)
+
+    def step(trainer: Spied, number: int, incarnation: int) -> None:
+        microbatches = make_microbatches(job, number)
+        ids = [m.microbatch_id for m in microbatches]
+        trainer.train_step(incarnation, 1, number, microbatches, ids, LEDGER, [NAME])
+
+    one = Spied(replica=NAME, incarnation=1, job=job)
+    one.join(1, 1, 0, 1, "127.0.0.1", 0)
+    step(one, 0, 1)
+    snapshot = one.state.policy_tensors(1)
+    kept = {n: t.clone() for n, t in snapshot.items()}
+    heir = Spied(replica=NAME, incarnation=2, job=job, has_state=False)
+    heir.load_state(*one.state.export())
+    heir.join(2, 1, 0, 1, "127.0.0.1", 0)
+    for number in (1, 2):
+        step(one, number, 1)
+        step(heir, number, 2)
+        found, wanted = heir.state.export(), one.state.export()
+        assert found[1] == wanted[1]
+        assert all(torch.equal(t, wanted[0][n]) for n, t in found[0].items())
+    assert all(torch.equal(t, kept[n]) for n, t in snapshot.items()), "a published version never changes"
+    assert sorted(one.state.previous) == [1, 2]
+    assert torch.equal(one.state.previous[1]["lm_head.weight"], kept["lm_head.weight"])
+    one.close()
+    heir.close()
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_readers_see_the_state_before_the_step_until_it_is_committed(name: str, tmp_path: Path) -> None:
     job = stepped(name)
@@ -258,23 +287,17 @@ def test_readers_see_the_state_before_the_step_until_it_is_committed(name: str, 
     read()
     member._on_microbatch = member._on_bucket = read  # type: ignore[assignment]
     updated = 0
-    draft = member.state.draft
+    assert member._draft is not None
+    update = member._draft.update
 
-    def spied() -> Any:
-        found = draft()
-        update = found.update
+    def counted(*args: Any) -> float:
+        nonlocal updated
+        updated += 1
+        norm = update(*args)
+        read()
+        return norm
 
-        def counted(*args: Any) -> float:
-            nonlocal updated
-            updated += 1
-            norm = update(*args)
-            read()
-            return norm
-
-        found.update = counted  # type: ignore[method-assign]
-        return found
-
-    member.state.draft = spied  # type: ignore[method-assign]
+    member._draft.update = counted  # type: ignore[method-assign]
     team.step()
     assert updated == NUM_UPDATES - 1
     (tensors, meta), *others = seen[0]
@@ -321,15 +344,11 @@ def test_an_update_that_overflows_changes_nothing() -> None:
     team = team_of(stepped(), 2, torch.float32)
     before = team.members[0].state.export()
     for member in team.members:
-        draft = member.state.draft
-
-        def broken(draft: Any = draft) -> Any:
-            found = draft()
-            update = found.update
-            found.update = lambda sums, by, step: update(torch.full_like(sums, 1e300), by, step)
-            return found
-
-        member.state.draft = broken  # type: ignore[method-assign]
+        assert member._draft is not None
+        update = member._draft.update
+        member._draft.update = lambda sums, by, step, update=update: (  # type: ignore[method-assign,misc]
+            update(torch.full_like(sums, 1e300), by, step)
+        )
     assert [type(a) for a in team._attempt()] == [NonFiniteValue] * 2
     assert team.members[0].state.export()[1] == before[1]
     assert all(m._partial.computed(VERSION) == () for m in team.members), "the sum is not used again"
@@ -338,23 +357,18 @@ def test_an_update_that_overflows_changes_nothing() -> None:
 
 def test_members_with_other_weights_within_the_step_do_not_commit() -> None:
     team = team_of(stepped(), 2)
-    draft = team.members[1].state.draft
+    draft = team.members[1]._draft
+    assert draft is not None
+    update = draft.update
 
-    def drifting() -> Any:
-        found = draft()
-        update = found.update
+    def drifted(*args: Any) -> float:
+        norm = update(*args)
+        with torch.no_grad():
+            draft.policy.parameters[0].view(-1)[0] += 1e-3
+        draft.weights_digest = draft._digest_weights()
+        return norm
 
-        def drifted(*args: Any) -> float:
-            norm = update(*args)
-            with torch.no_grad():
-                found.policy.parameters[0].view(-1)[0] += 1e-3
-            found.weights_digest = found._digest_weights()
-            return norm
-
-        found.update = drifted  # type: ignore[method-assign]
-        return found
-
-    team.members[1].state.draft = drifting  # type: ignore[method-assign]
+    draft.update = drifted  # type: ignore[method-assign]
     answers = team._attempt()
     assert all("weights_digest" in str(a) for a in answers), answers
     assert all(m.state.commit.step == VERSION - 1 for m in team.members)

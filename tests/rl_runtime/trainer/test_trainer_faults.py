@@ -173,10 +173,11 @@ def test_killed_between_two_updates_the_step_begins_again_and_a_replacement_has_
         replacement.ready()
         replacement.ask("take", *survivor.ask("exported"))
         team.join([survivor, replacement])
-        team.tell_step(0, {survivor: [0, 1], replacement: [2, 3]})
-        assert survivor.answer().commit == replacement.answer().commit
-        assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
-        got, wanted = survivor.ask("exported")[0], failure_free(1, algorithm=STEPPED).exported()[0]
+        for step in range(3):
+            team.tell_step(step, {survivor: [0, 1], replacement: [2, 3]})
+            assert survivor.answer().commit == replacement.answer().commit
+            assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
+        got, wanted = survivor.ask("exported")[0], failure_free(3, algorithm=STEPPED).exported()[0]
         for name, tensor in wanted.items():
             assert np.linalg.norm(got[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
     finally:

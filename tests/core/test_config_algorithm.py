@@ -141,7 +141,6 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
         {"microbatches_per_step": 4, "mini_batches": 3},
         "mini_batches (3) must divide microbatches_per_step (4)",
     ),
-    "more mini-batches than microbatches": ({"microbatches_per_step": 4, "mini_batches": 8}, "must divide"),
     "dapo by sample": ({"name": "dapo", "aggregation": "sample"}, "dapo weighs tokens"),
     "dapo without deviation": ({"name": "dapo", "divide_by_std": False}, "dapo divides advantages"),
     "dapo without punishment": ({"name": "dapo", "overlong_buffer_tokens": 0}, "dapo punishes length softly"),

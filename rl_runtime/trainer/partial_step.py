@@ -124,7 +124,8 @@ class Gradients:
                 old_logprobs_st=of_part(old.logprobs_st) if old else None,
                 old_values_after_st=of_part(old.values_after_st) if old else None,
             )
-            gradient = self._gradient(state, found)
+            # Added in the batch's dtype, which is never below that of the gradient.
+            gradient = self._gradient(state, found).to(batch.rewards_s.dtype)
             flat = gradient if flat is None else flat.add_(gradient)
             sums = [found.policy] if found.value is None else [found.policy, found.value]
             finite = finite and all(bool(torch.isfinite(s)) for s in sums)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from rolecall.core.config.data import SamplingConfig
+from rolecall.rl_runtime.algorithms.batching import chunks
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
 from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 
@@ -59,20 +60,25 @@ def recomputed_log_probs(
     *,
     microbatches: int,
     sampling: SamplingConfig = SamplingConfig(),
+    tokens_max: int | None = None,
 ) -> Tensor:
     """(S,): largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 for a
-    row that was not asked or has no comparable token. `module`: the policy; its own weights are not used.
+    row that was not asked or has no comparable token.
+
+    `module`: the policy; its own weights are not used. `tokens_max`: of one forward pass.
     """
     apart_s = torch.full((len(batch.tokens_st),), -1.0, dtype=batch.sampler_logprobs_st.dtype)
     found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
         return apart_s
     version, rows = found
-    end = int(batch.response_st[rows].any(dim=0).nonzero().max()) + 1
-    tokens = batch.tokens_st[rows, :end]
-    out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
-    logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
-    sampled = batch.sampler_logprobs_st[rows, :end]
-    versions = torch.where(comparable(out.logits, sampling), batch.versions_st[rows, :end], -1)
-    apart_s[rows] = disagreement(logprobs, sampled, versions, version)
+    ends = [int(batch.response_st[row].nonzero().max()) + 1 for row in rows]
+    for chunk in chunks(ends, tokens_max):
+        some, end = [rows[i] for i in chunk], max(ends[i] for i in chunk)
+        tokens = batch.tokens_st[some, :end]
+        out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
+        logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
+        sampled = batch.sampler_logprobs_st[some, :end]
+        versions = torch.where(comparable(out.logits, sampling), batch.versions_st[some, :end], -1)
+        apart_s[some] = disagreement(logprobs, sampled, versions, version)
     return apart_s

@@ -1,13 +1,15 @@
-"""Invariant Constant work (docs/invariants.md): each optimizer step has exactly B microbatches, whatever their
-assignment.
+"""Invariant Constant work (docs/invariants.md): each step has exactly B microbatches, whatever their assignment.
 
 A step's composition depends only on its set of groups: sorted by id and cut into equal pieces. A controller that
 restarts from the ledger therefore forms the same microbatches with the same ids. `assign` distributes them, and
-redistributes them when a replica is lost. Pure.
+redistributes them when a replica is lost. Which microbatches make a mini-batch follows from their ids and the job's
+seed alone, so a step's updates are the same on any number of replicas. Pure.
 """
 
+import random
 from collections.abc import Collection, Mapping, Sequence
 
+from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Microbatch, PromptGroup, StepStatistics
 
@@ -44,6 +46,47 @@ def form_microbatches(
         )
         for n in range(microbatches_per_step)
     )
+
+
+def mini_batches(all_ids: Sequence[str], *, step: int, number: int, seed: int) -> list[tuple[str, ...]]:
+    """The step's microbatches in `number` equal parts, drawn at random; the same for the same set of ids."""
+    if number == 1:
+        return [tuple(all_ids)]
+    size = len(all_ids) // number
+    drawn = random.Random(f"{seed}.{step}").sample(sorted(all_ids), len(all_ids))
+    return [tuple(drawn[n * size : (n + 1) * size]) for n in range(number)]
+
+
+def updates(all_ids: Sequence[str], algorithm: AlgorithmConfig, *, step: int, seed: int) -> list[tuple[str, ...]]:
+    """The microbatches of each optimizer update of the step: `ppo_epochs` passes over the same mini-batches, in another
+    order each time.
+
+    The parts stay the same in all passes, because only then can each member have its share of every one.
+    """
+    parts = mini_batches(all_ids, step=step, number=algorithm.mini_batches, seed=seed)
+    orders = (random.Random(f"{seed}.{step}.{number}") for number in range(algorithm.ppo_epochs))
+    return [part for order in orders for part in order.sample(parts, len(parts))]
+
+
+def interleaved(parts: Sequence[Sequence[str]]) -> list[str]:
+    """All ids, so that a run of them has about equally many of each part: the order to `assign` mini-batches in."""
+    return [identity for row in zip(*parts, strict=True) for identity in row]
+
+
+def chunks(lengths: Sequence[int], tokens_max: int | None) -> list[list[int]]:
+    """Rows that are computed together: row count x longest <= `tokens_max`, or one longer row alone.
+
+    Rows of similar length are together, so that little is padding. Without a limit: all of them, in their order.
+    """
+    if tokens_max is None:
+        return [list(range(len(lengths)))]
+    found: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
+        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= tokens_max:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
 
 
 def assign(

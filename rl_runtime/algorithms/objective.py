@@ -14,8 +14,8 @@ after the last token of a finished answer is 0. After a cut it is the *bootstrap
 and EGAE.
 
 **A microbatch does not depend on N and M.** Its gradient is that of the sums, which are divided once, after all
-microbatches of a step are added up over all replicas (`divisors`). The result is therefore independent of the split and
-of lost replicas, and an average of averages cannot occur.
+microbatches of an update are added up over all replicas (`divisors`). The result is therefore independent of the split
+and of lost replicas, and an average of averages cannot occur.
 
 **No single token can corrupt a step**, unless the job file allows it (`dual_clip: null`, a large `importance_cap` or
 `kl_coefficient`). A token's slope is bounded at every ratio (`policy_gain.py`), and so is its part in the reward. A
@@ -30,8 +30,9 @@ not the answer is complete; the critic on all tokens of complete answers. Prompt
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Batch:
     rewards_s: Tensor  # including the overlong penalty; 0 while the answer is not complete
     over_s: Tensor  # bool: the answer is complete
     relative_s: Tensor  # advantages of samples, without a divergence in the reward; 0 with a critic
-    group_sizes: tuple[int, ...]  # samples of each group, in the order of the rows
+    group_sizes: tuple[int, ...]  # samples of each group, in the order of the rows; none in a part, see `parts_of`
     sums: HealthSums  # statistics known before any model runs
 
 
@@ -95,16 +96,16 @@ class Divisors:
     value: float
 
 
-def divisors(algorithm: AlgorithmConfig, step: HealthSums, *, longest: int) -> Divisors:
-    """N and M of a whole step. `constant` and `sample` depend only on the job, `token` on the trained tokens that were
-    not rejected.
+def divisors(algorithm: AlgorithmConfig, update: HealthSums, *, longest: int) -> Divisors:
+    """N and M of one optimizer update: of a whole step, or of one of its mini-batches. `constant` and `sample` depend
+    only on the job, `token` on the trained tokens that were not rejected.
     """
-    samples = algorithm.groups_per_step * algorithm.group_size
-    policy = {"constant": samples * longest, "sample": samples, "token": step.tokens - step.rejected}[
+    samples = algorithm.groups_per_step // algorithm.mini_batches * algorithm.group_size
+    policy = {"constant": samples * longest, "sample": samples, "token": update.tokens - update.rejected}[
         algorithm.aggregation
     ]
-    # A step without trained tokens has a gradient of 0; any divisor will do.
-    return Divisors(policy=float(max(1, policy)), value=float(max(1, step.value_tokens)))
+    # Without trained tokens the gradient is 0; any divisor will do.
+    return Divisors(policy=float(max(1, policy)), value=float(max(1, update.value_tokens)))
 
 
 def make_batch(
@@ -159,6 +160,43 @@ def make_batch(
         group_sizes=sizes,
         sums=_known_sums(groups, tokens=int(policy.sum()), fresh=int(fresh.sum()), value_tokens=int(value.sum())),
     )
+
+
+def parts_of(batch: Batch, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> list[Batch]:
+    """The batch cut into these rows, each part up to its own column `ends`; the batch itself if it is one part.
+
+    The first part has the batch's known sums. A part has no groups, so a divergence in the reward must be part of its
+    advantages before (`with_divergence`).
+    """
+    if len(rows) == 1:
+        return [batch]
+
+    def part(number: int) -> Batch:
+        changes: dict[str, Any] = {
+            f.name: value[list(rows[number])] if value.dim() == 1 else value[list(rows[number]), : ends[number]]
+            for f in fields(batch)
+            if isinstance(value := getattr(batch, f.name), Tensor)
+        }
+        return replace(batch, **changes, group_sizes=(), sums=batch.sums if number == 0 else HealthSums())
+
+    return [part(number) for number in range(len(rows))]
+
+
+def with_divergence(batch: Batch, algorithm: AlgorithmConfig, reference_logprobs_st: Tensor | None) -> Batch:
+    """The batch with a divergence in the reward as part of its samples' advantages, where the algorithm has both."""
+    if algorithm.has_critic or not algorithm.kl_in_reward:
+        return batch
+    rewards_s = batch.rewards_s + _shaped(batch, algorithm, reference_logprobs_st).sum(dim=1)
+    relative = _relative(rewards_s.tolist(), batch.group_sizes, algorithm)
+    # The comparison may lose a value that is not finite; the product keeps it.
+    return replace(batch, relative_s=rewards_s.new_tensor(relative) + 0.0 * rewards_s)
+
+
+def _shaped(batch: Batch, algorithm: AlgorithmConfig, reference_logprobs_st: Tensor | None) -> Tensor:
+    """The divergence in the reward of each token."""
+    assert reference_logprobs_st is not None, "kl_coefficient needs the reference's log-probabilities"
+    away = torch.where(batch.response_st > 0, reference_logprobs_st - batch.sampler_logprobs_st, 0.0)
+    return algorithm.kl_coefficient * away.clamp(-KL_MAX, KL_MAX)
 
 
 def token_weights(policy_st: Tensor, algorithm: AlgorithmConfig) -> Tensor:
@@ -250,24 +288,16 @@ def objective(
             update, where it has several. Without them ratios are those to the sampler, and no value is clipped.
     """
     sums, value = batch.sums, None
-    shaped_st = None
-    if algorithm.kl_coefficient > 0:
-        assert reference_logprobs_st is not None, "kl_coefficient needs the reference's log-probabilities"
-        if algorithm.kl_in_reward:
-            away = torch.where(batch.response_st > 0, reference_logprobs_st - batch.sampler_logprobs_st, 0.0)
-            shaped_st = algorithm.kl_coefficient * away.clamp(-KL_MAX, KL_MAX)
+    assert algorithm.kl_coefficient == 0 or reference_logprobs_st is not None, "the reference's log-probabilities"
+    if batch.group_sizes:
+        batch = with_divergence(batch, algorithm, reference_logprobs_st)
     if algorithm.has_critic:
+        shaped_st = _shaped(batch, algorithm, reference_logprobs_st) if algorithm.kl_in_reward else None
         assert values_after_st is not None, f"{algorithm.name} needs a critic"
         advantages_st, value, value_sums = _critic(batch, algorithm, values_after_st, old_values_after_st, shaped_st)
         sums = sums + value_sums
     else:
-        relative_s = batch.relative_s
-        if shaped_st is not None:
-            rewards_s = batch.rewards_s + shaped_st.sum(dim=1)
-            relative = _relative(rewards_s.tolist(), batch.group_sizes, algorithm)
-            # The comparison may lose a value that is not finite; the product keeps it.
-            relative_s = rewards_s.new_tensor(relative) + 0.0 * rewards_s
-        advantages_st = relative_s.unsqueeze(-1).expand_as(batch.policy_st)
+        advantages_st = batch.relative_s.unsqueeze(-1).expand_as(batch.policy_st)
     found = policy_gain(
         algorithm,
         trained_st=batch.policy_st > 0,
@@ -286,7 +316,9 @@ def objective(
     if algorithm.rejection != "none":
         weights_st = token_weights(batch.policy_st * found.kept_st, algorithm)
     policy = -(gain * weights_st).sum()
-    same = disagreement(logprobs_st.detach(), batch.sampler_logprobs_st, batch.versions_st, terms.policy_version)
+    # Of the weights that made the tokens: those before the step's first update.
+    own = logprobs_st.detach() if old_logprobs_st is None else old_logprobs_st
+    same = disagreement(own, batch.sampler_logprobs_st, batch.versions_st, terms.policy_version)
     return Objective(
         policy=policy,
         value=value,
@@ -344,7 +376,7 @@ def _critic(
         num_clipped = int((bounded > squares).sum())
         squares = torch.where(bounded > squares, bounded, squares)
     value = 0.5 * squares.sum()
-    wrong, target = error.detach()[valued].double(), returns[valued].double()
+    wrong, target = (fixed - returns)[valued].double(), returns[valued].double()
     sums = HealthSums(
         value_loss=_total(squares.detach()) / 2,
         value_clipped=num_clipped or 0,

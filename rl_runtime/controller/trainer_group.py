@@ -26,7 +26,7 @@ from rolecall.core.errors import (
 from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.core.journal.payloads import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
-from rolecall.rl_runtime.algorithms.batching import assign
+from rolecall.rl_runtime.algorithms.batching import assign, interleaved, mini_batches
 from rolecall.rl_runtime.controller.background_tasks import Tasks, retry_first_call
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.step_plan import (
@@ -118,7 +118,8 @@ class TrainerGroup:
         self._num_wanted = job.roles.trainer
         self._copy_seconds = job.runtime.transfer_timeout_seconds + COPY_MARGIN_SECONDS
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
-        self._step_seconds = job.detector.first_unit_seconds + self._group_seconds
+        self._step_seconds = job.detector.first_unit_seconds * job.algorithm.ppo_epochs + self._group_seconds
+        self._num_mini_batches, self._seed = job.algorithm.mini_batches, job.seed
         self._holders: dict[Member, Holder] = {}
         self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
         self._joining: set[Member] = set()
@@ -402,7 +403,8 @@ class TrainerGroup:
             computed = {m[0]: i.computed for m, i in infos.items() if isinstance(i, TrainerInfo)}
         by_id = {m.microbatch_id: m for m in plan.microbatches}
         names = [replica for replica, _ in self.members]
-        shares = assign(plan.ids, computed, names)
+        parts = mini_batches(plan.ids, step=plan.step, number=self._num_mini_batches, seed=self._seed)
+        shares = assign(interleaved(parts), computed, names)
         calls = {
             member: port.train_step(
                 self.epoch,

@@ -123,16 +123,16 @@ class Microbatch:
 class CommitRecord:
     """Part of the trainer's state, replicated and checkpointed with it; authoritative after a failure."""
 
-    step: int  # the optimizer step that this state includes, -1 before the first
+    step: int  # the step that this state includes, -1 before the first
     epoch: int
     microbatch_ids: tuple[str, ...]  # sorted
     group_ids: tuple[GroupId, ...]  # sorted
-    gradient_digest: str
+    gradient_digest: str  # of the reduced gradients of all updates of the step
     ledger: ChainHead  # ledger's head when the step was assigned
 
     @property
     def policy_version(self) -> int:
-        """Initial weights are version 0; each optimizer step adds one."""
+        """Initial weights are version 0; each step adds one, however many optimizer updates it has."""
         return self.step + 1
 
 
@@ -199,7 +199,7 @@ class UnusualMicrobatches(RolecallError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A trainer's answer once a step is committed."""
+    """A trainer's answer once a step is committed. Loss, norm and health of several updates are means over them."""
 
     replica: ReplicaId
     incarnation: int

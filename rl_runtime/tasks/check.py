@@ -25,6 +25,9 @@ TRAINED_BYTES: Final = {"float32": 40, "bfloat16": 36}
 its sum in float64, two older versions, and the published one."""
 FROZEN_COPIES: Final = 5
 """Of a parameter with adapters: as given, merged, two older versions, and the published one."""
+DRAFT_BYTES: Final = {"float32": 12, "bfloat16": 14}
+"""Per trained parameter, of a step with several updates: the weights and moments of AdamW that they move. With adapters
+a parameter as given, and merged."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
 
@@ -163,6 +166,8 @@ def _check_memory(job: JobConfig, available: int) -> str:
     network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
     trainer = network * (1 + algorithm.has_critic) + weight * (algorithm.kl_coefficient > 0)
     rollouts = roles.rollout + job.runtime.standbys
+    if algorithm.num_updates > 1:
+        trainer += (DRAFT_BYTES[dtype] if job.lora is None else 2 * weight) * (1 + algorithm.has_critic)
     needed = roles.trainer * (num * trainer + PROCESS_BYTES)
     needed += rollouts * (num * weight + job.runtime.kv_cache_bytes + PROCESS_BYTES)
     if needed > available:

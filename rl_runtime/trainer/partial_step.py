@@ -1,12 +1,15 @@
-"""A trainer's part of an uncommitted step: gradients of single microbatches, and their sum.
+"""A trainer's part of an uncommitted optimizer update: gradients of single microbatches, and their sum.
 
-Gradients are of sums over tokens, never of means: the divisor is known only when all microbatches of the step are
+Gradients are of sums over tokens, never of means: the divisor is known only when all microbatches of the update are
 together (`objective.divisors`). The sum is float64, so that the order of addition, which a loss changes, shows only
 beyond float32. It is flat: the policy's parameters, then the critic's.
+
+A microbatch of many tokens is computed in chunks of whole samples, of similar length and at most
+`microbatch_tokens_max` padded tokens each, whose gradients are added: memory is that of one chunk.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.agreement import recomputed_log_probs
+from rolecall.rl_runtime.algorithms.batching import chunks
 from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
@@ -23,13 +27,40 @@ from rolecall.rl_runtime.algorithms.objective import (
     divisors,
     make_batch,
     objective,
+    parts_of,
     token_logprobs,
+    with_divergence,
 )
 from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer.state import TrainerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outputs:
+    """Of the models for each token of a microbatch, without gradient."""
+
+    logprobs_st: torch.Tensor
+    values_after_st: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Rows of a batch that are computed together, and the length of the longest one among them."""
+
+    rows: list[list[int]]
+    ends: list[int]
+
+    @torch.no_grad()
+    def gathered(self, batch: Batch, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`of` each chunk's tokens, together as (S, T); 0 beyond a chunk's end."""
+        found = [of(batch.tokens_st[rows, :end]) for rows, end in zip(self.rows, self.ends, strict=True)]
+        whole = found[0].new_zeros(batch.tokens_st.shape)
+        for rows, end, x in zip(self.rows, self.ends, found, strict=True):
+            whole[rows, :end] = x
+        return whole
 
 
 class Gradients:
@@ -52,29 +83,56 @@ class Gradients:
         self._algorithm, self._pad, self._reference, self._sampling = algorithm, pad, reference, sampling
         self._staleness_max, self._longest = staleness_max, longest
 
+    def outputs(self, state: TrainerState, microbatch: Microbatch) -> Outputs:
+        """Under the weights before a step of several updates: what its ratios and values are compared with."""
+        batch, _ = self._batch(state, microbatch)
+        cut = self._chunks(microbatch)
+        critic = state.critic
+        return Outputs(
+            logprobs_st=cut.gathered(batch, lambda tokens: self._logprobs(state.policy.module, tokens)),
+            values_after_st=None if critic is None else cut.gathered(batch, critic.module),
+        )
+
     def of(
-        self, state: TrainerState, microbatch: Microbatch, *, ask_again: bool = False
+        self, state: TrainerState, microbatch: Microbatch, *, ask_again: bool = False, old: Outputs | None = None
     ) -> tuple[torch.Tensor, MicrobatchStats]:
         """Flat gradient of the sums, in the order of the state's parameters, and the microbatch's contribution to the
-        step.
+        update.
 
-        `ask_again`: recompute log-probabilities under previous versions (`agreement`).
+        `ask_again`: recompute log-probabilities under previous versions (`agreement`). `old`: outputs before the step,
+        if it has several updates.
         """
-        terms = TokenSelection(
-            policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
-        )
-        dtype = state.policy.masters[0].dtype
-        batch = make_batch(
-            microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
-        )
-        found = self._objective(state, batch, terms)
-        grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
-        if state.critic is not None:
-            assert found.value is not None
-            grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        sums = [found.policy] if found.value is None else [found.policy, found.value]
-        ratio_s = found.log_ratio_s
+        batch, terms = self._batch(state, microbatch)
+        cut = self._chunks(microbatch)
+        reference = None
+        if self._reference is not None:
+            reference = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
+            batch = with_divergence(batch, self._algorithm, reference)
+        flat: torch.Tensor | None = None
+        policy_loss, known, finite = 0.0, HealthSums(), True
+        ratio_s = torch.empty_like(batch.rewards_s)
+        for rows, end, part in zip(cut.rows, cut.ends, parts_of(batch, cut.rows, cut.ends), strict=True):
+
+            def of_part(x_st: torch.Tensor | None, rows: list[int] = rows, end: int = end) -> torch.Tensor | None:
+                return None if x_st is None else x_st[rows, :end]
+
+            found = self._objective(
+                state,
+                part,
+                terms,
+                reference_logprobs_st=of_part(reference),
+                old_logprobs_st=of_part(old.logprobs_st) if old else None,
+                old_values_after_st=of_part(old.values_after_st) if old else None,
+            )
+            # Added in the batch's dtype, which is never below that of the gradient.
+            gradient = self._gradient(state, found).to(batch.rewards_s.dtype)
+            flat = gradient if flat is None else flat.add_(gradient)
+            sums = [found.policy] if found.value is None else [found.policy, found.value]
+            finite = finite and all(bool(torch.isfinite(s)) for s in sums)
+            policy_loss += float(found.policy.detach())
+            known += found.sums
+            ratio_s[rows] = found.log_ratio_s.to(ratio_s.dtype)
+        assert flat is not None, "a microbatch has samples"
         if ask_again:
             recomputed_s = recomputed_log_probs(
                 state.policy.module,
@@ -83,29 +141,51 @@ class Gradients:
                 state.commit.step + 1,
                 microbatches=self._algorithm.microbatches_per_step,
                 sampling=self._sampling,
+                tokens_max=self._algorithm.microbatch_tokens_max,
             )
             ratio_s = torch.maximum(ratio_s, recomputed_s)
-        own = divisors(self._algorithm, found.sums, longest=self._longest)
+        own = divisors(self._algorithm, known, longest=self._longest)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
-            policy_loss=float(found.policy.detach()),
-            health=found.sums + HealthSums(log_ratio_max=float(ratio_s.max())),
+            policy_loss=policy_loss,
+            health=known + HealthSums(log_ratio_max=float(ratio_s.max())),
             log_ratios=_by_engine(microbatch, ratio_s.tolist()),
-            finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
+            finite=bool(torch.isfinite(flat).all()) and finite,
             numbers=MicrobatchNumbers(
-                loss=float(found.policy.detach()) / own.policy,
+                loss=policy_loss / own.policy,
                 grad_norm=float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / own.policy,
             ),
         )
 
-    def _objective(self, state: TrainerState, batch: Batch, terms: TokenSelection) -> Objective:
+    def _batch(self, state: TrainerState, microbatch: Microbatch) -> tuple[Batch, TokenSelection]:
+        terms = TokenSelection(
+            policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
+        )
+        dtype = state.policy.masters[0].dtype
+        batch = make_batch(
+            microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
+        )
+        return batch, terms
+
+    def _chunks(self, microbatch: Microbatch) -> _Chunks:
+        lengths = [len(g.prompt_tokens) + len(s.tokens) for g in microbatch.groups for s in g.samples]
+        rows = chunks(lengths, self._algorithm.microbatch_tokens_max)
+        return _Chunks(rows, [max(lengths[row] for row in some) for some in rows])
+
+    def _gradient(self, state: TrainerState, found: Objective) -> torch.Tensor:
+        grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
+        if state.critic is not None:
+            assert found.value is not None
+            grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
+        return torch.cat([g.reshape(-1) for g in grads])
+
+    def _objective(
+        self, state: TrainerState, batch: Batch, terms: TokenSelection, **known: torch.Tensor | None
+    ) -> Objective:
+        """`known`: outputs of other weights, see `objective`."""
         logits = state.policy.module(input_ids=batch.tokens_st, use_cache=False).logits
-        logprobs, entropy = self._logprobs(logits, batch)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference, _ = self._logprobs(self._reference(input_ids=batch.tokens_st, use_cache=False).logits, batch)
+        logprobs, entropy = token_logprobs(sampled_logits(logits, batch.tokens_st, self._sampling), batch.tokens_st)
         versions = torch.where(comparable(logits, self._sampling), batch.versions_st, -1)
         return objective(
             replace(batch, versions_st=versions),  # of the tokens to compare with the engine's
@@ -114,11 +194,12 @@ class Gradients:
             logprobs_st=logprobs,
             entropy_st=entropy,
             values_after_st=None if state.critic is None else state.critic.module(batch.tokens_st),
-            reference_logprobs_st=reference,
+            **known,
         )
 
-    def _logprobs(self, logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(sampled_logits(logits, batch.tokens_st, self._sampling), batch.tokens_st)
+    def _logprobs(self, module: Any, tokens_st: torch.Tensor) -> torch.Tensor:
+        logits = module(input_ids=tokens_st, use_cache=False).logits
+        return token_logprobs(sampled_logits(logits, tokens_st, self._sampling), tokens_st)[0]
 
 
 def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, float]:
@@ -133,17 +214,21 @@ def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, fl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One member's part of a step. `gradient`: flat float64, must not be changed."""
+    """One member's part of an update. `gradient`: flat float64, must not be changed."""
 
     gradient: torch.Tensor
     stats: tuple[MicrobatchStats, ...]
 
 
 class PartialStep:
-    """The sum so far, and its microbatches. The working thread adds; other threads may read and clear."""
+    """The sum so far, and its microbatches. The working thread adds; other threads may read and clear.
+
+    Only the first update's part survives an interruption: a later one depends on the updates before it, and an
+    interrupted step restarts from the weights before it.
+    """
 
     def __init__(self, num_parameters: int) -> None:
-        self._step = 0
+        self._step, self._update = 0, 0
         self._sum = torch.zeros(num_parameters, dtype=torch.float64)
         self._done: dict[str, tuple[Microbatch, MicrobatchStats]] = {}
         self._lock = threading.Lock()
@@ -153,16 +238,17 @@ class PartialStep:
         with self._lock:
             self._clear(step)
 
-    def prepare(self, step: int, mine: Sequence[Microbatch]) -> None:
-        """Keeps the sum if all of its microbatches are still wanted.
+    def prepare(self, step: int, mine: Sequence[Microbatch], update: int = 0) -> None:
+        """Keeps the sum if it is of this update and all of its microbatches are still wanted.
 
         A part cannot be subtracted from the sum: a microbatch that was reassigned, or whose content changed, requires a
         restart.
         """
         plan = {m.microbatch_id: m for m in mine}
         with self._lock:
-            if self._step != step or any(plan.get(i) != m for i, (m, _) in self._done.items()):
-                self._clear(step)
+            current = (self._step, self._update) == (step, update)
+            if not current or any(plan.get(i) != m for i, (m, _) in self._done.items()):
+                self._clear(step, update)
 
     def add(self, microbatch: Microbatch, gradient: torch.Tensor, stats: MicrobatchStats) -> None:
         with self._lock:
@@ -174,9 +260,9 @@ class PartialStep:
             return microbatch_id in self._done
 
     def computed(self, step: int) -> tuple[str, ...]:
-        """Ids whose gradients are in the sum for `step`, sorted."""
+        """Ids whose gradients are in the sum for the first update of `step`, sorted."""
         with self._lock:
-            return tuple(sorted(self._done)) if self._step == step else ()
+            return tuple(sorted(self._done)) if (self._step, self._update) == (step, 0) else ()
 
     def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
         """The sum (only the caller may change it) and its microbatches; None unless they are exactly `wanted`."""
@@ -186,7 +272,7 @@ class PartialStep:
             stats = tuple(stats for _, stats in self._done.values())
             return Contribution(gradient=self._sum, stats=stats)
 
-    def _clear(self, step: int) -> None:
-        self._step = step
+    def _clear(self, step: int, update: int = 0) -> None:
+        self._step, self._update = step, update
         self._sum = torch.zeros_like(self._sum)
         self._done.clear()

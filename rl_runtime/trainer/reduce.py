@@ -1,4 +1,4 @@
-"""One explicit all-reduce per step, and the vote before the optimizer step.
+"""One explicit all-reduce per optimizer update, and the vote before it.
 
 Each trainer first adds up the gradients of its own microbatches. Then one bucketed all-reduce runs on a *copy* of that
 sum. The local gradients stay intact, so that after a loss the survivors add the lost microbatches and reduce again in
@@ -50,7 +50,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchStats:
-    """One microbatch's contribution to the step besides its gradient. Sums and extremes, nothing is divided."""
+    """One microbatch's contribution to an update besides its gradient. Sums and extremes, nothing is divided."""
 
     microbatch_id: str
     group_ids: tuple[GroupId, ...]
@@ -64,7 +64,7 @@ class MicrobatchStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitVote:
-    """One member's ballot for a commit."""
+    """One member's ballot for an optimizer update; the last one of a step is for its commit."""
 
     replica: ReplicaId
     incarnation: int
@@ -72,8 +72,9 @@ class CommitVote:
     step: int
     microbatches: tuple[MicrobatchStats, ...]
     gradient_digest: str  # digest of the reduced gradient
-    weights_digest: str  # digest of the weights before the step: members that have diverged must not continue
+    weights_digest: str  # digest of the weights before the update: members that have diverged must not continue
     ledger: ChainHead
+    update: int = 0  # of the step, from 0
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -100,14 +101,14 @@ def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
 def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_ids: Sequence[str]) -> str:
     """Why these ballots must not be committed; empty if they agree. Pure, and the same at every member.
 
-    Agreement: one ballot from each member, one epoch, step, ledger head, gradient and weights, and the microbatches of
-    all together are exactly `all_ids`, each once.
+    Agreement: one ballot from each member, one epoch, step, update, ledger head, gradient and weights, and the
+    microbatches of all together are exactly `all_ids`, those of the update, each once.
     """
     voters = sorted(b.replica for b in ballots)
     if voters != sorted(members):
         return f"voters are {voters}, members {sorted(members)}"
     first = ballots[0]
-    for name in ("epoch", "step", "ledger", "gradient_digest", "weights_digest"):
+    for name in ("epoch", "step", "update", "ledger", "gradient_digest", "weights_digest"):
         for other in ballots[1:]:
             if getattr(other, name) != getattr(first, name):
                 mine, theirs = str(getattr(first, name))[:60], str(getattr(other, name))[:60]

@@ -5,6 +5,9 @@ The optimizers are the only writers and run with the lock held; exports, policy 
 under the same lock. Exported tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the critic's
 with the prefix `critic/`. Only the policy is sent to the engines. Copies of its newest previous versions stay here for
 `agreement` and are not exported.
+
+A step of several updates moves a second state, the draft, and readers see the state before the step until the last
+update is applied.
 """
 
 import hashlib
@@ -192,29 +195,64 @@ class TrainerState:
         """SHA-256 over all masters in the order of their names, the policy's before the critic's, and over the weights
         that adapters are added to."""
 
-    def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
-        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores record and band,
-        atomically for readers. Returns the norm of the policy's gradient before clipping.
+    def become(self, other: "TrainerState") -> None:
+        """Of a draft: becomes a bitwise copy of the committed state."""
+        for mine, theirs in zip(self._networks, other._networks, strict=True):
+            mine.take(dict(theirs.tensors()), theirs.optimizer_step)
+        self.commit, self.band, self.previous = other.commit, other.band, other.previous
+        self.weights_digest = other.weights_digest
+
+    def update(self, sums: torch.Tensor, divisors: Divisors, step: int) -> float:
+        """Of a draft: one of the step's updates but the last. As in `apply`, without a commit."""
+        norm = self._take_gradients(sums, divisors, step)
+        self._move(step)
+        self.weights_digest = self._digest_weights()
+        return norm
+
+    def apply(
+        self,
+        sums: torch.Tensor,
+        divisors: Divisors,
+        commit: CommitRecord,
+        band: LearnedBand,
+        draft: "TrainerState | None" = None,
+    ) -> float:
+        """Divides the sums of the step's last update (flat: policy, then critic), clips, steps the optimizers and
+        stores record and band, atomically for readers. Returns the norm of the policy's gradient before clipping.
+
+        `draft`: the state after the step's earlier updates, if it has several; they exchange their networks.
 
         Raises:
             NonFiniteValue: a gradient overflows its parameters' dtype; nothing was changed.
         """
-        end = self.policy.num_parameters
+        after = draft or self
         with self._lock:
-            norm = self.policy.take_gradient(sums[:end], divisors.policy)
-            norms = [norm]
-            if self.critic is not None:
-                norms.append(self.critic.take_gradient(sums[end:], divisors.value))
-            if not bool(torch.isfinite(torch.tensor(norms)).all()):
-                for network in self._networks:
-                    network.drop_gradient()
-                raise NonFiniteValue(replica=self._replica, step=commit.step, what="the sum of finite gradients")
+            norm = after._take_gradients(sums, divisors, commit.step)
             self._remember()
-            for network in self._networks:
-                network.step(self._learning_rate_share(commit.step))
+            after._move(commit.step)
+            if draft is not None:
+                self.policy, draft.policy = draft.policy, self.policy
+                self.critic, draft.critic = draft.critic, self.critic
+                self._networks, draft._networks = draft._networks, self._networks
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
+
+    def _take_gradients(self, sums: torch.Tensor, divisors: Divisors, step: int) -> float:
+        end = self.policy.num_parameters
+        norm = self.policy.take_gradient(sums[:end], divisors.policy)
+        norms = [norm]
+        if self.critic is not None:
+            norms.append(self.critic.take_gradient(sums[end:], divisors.value))
+        if not bool(torch.isfinite(torch.tensor(norms)).all()):
+            for network in self._networks:
+                network.drop_gradient()
+            raise NonFiniteValue(replica=self._replica, step=step, what="the sum of finite gradients")
+        return norm
+
+    def _move(self, step: int) -> None:
+        for network in self._networks:
+            network.step(self._learning_rate_share(step))
 
     def _remember(self) -> None:
         """Keeps a copy of the policy before the optimizer step makes it a previous version."""

@@ -5,9 +5,13 @@ step the optimizer only when all members agree. Until then no persistent state c
 any point and finished in the next epoch, with the lost replicas' microbatches added to the same sum. A replica that
 missed a commit copies the whole state from a member that has it.
 
-Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. Gradients are sums over tokens
-and are divided once, after the vote, by the totals of all microbatches (`objective.divisors`): never by the number of
-survivors, never a mean of means.
+With `ppo_epochs` or `mini_batches` a step has several updates, each with a reduce and a vote of its own. They move a
+draft of the state, which becomes the state with the last one, and is forgotten when the step is interrupted: what was
+computed for the first update is kept, the rest of the step begins again.
+
+Exactly B microbatches enter each step, and each pass over it (ReCoVer's invariant): the vote checks their ids.
+Gradients are sums over tokens and are divided once, after the vote, by the totals of the update's microbatches
+(`objective.divisors`): never by the number of survivors, never a mean of means.
 
 A critic, if any, runs in the same process and commit: two networks, one reduce, one vote.
 
@@ -18,15 +22,15 @@ and all readers of the state may be called from other threads at the same time.
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
 
 import torch
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import (
     CommitVoteRejected,
@@ -36,11 +40,11 @@ from rolecall.core.errors import (
     WrongNumbers,
     shown_groups,
 )
-from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.telemetry import HEALTH_SIGNS, Phase
+from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
-from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
+from rolecall.rl_runtime.algorithms.batching import updates
 from rolecall.rl_runtime.protocol.messages import (
     CheckVerdict,
     CommitRecord,
@@ -53,11 +57,10 @@ from rolecall.rl_runtime.protocol.messages import (
     TrainerInfo,
     UnusualMicrobatches,
 )
-from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.band import band_after, compare, unusual_microbatches
 from rolecall.rl_runtime.trainer.model import compute_in, make_model
-from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
+from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, Outputs, PartialStep
 from rolecall.rl_runtime.trainer.reduce import (
     BUCKET_BYTES,
     LOOPBACK,
@@ -69,49 +72,9 @@ from rolecall.rl_runtime.trainer.reduce import (
     nothing,
     refuse_stale,
 )
-from rolecall.rl_runtime.trainer.state import first_state
+from rolecall.rl_runtime.trainer.state import TrainerState, first_state
+from rolecall.rl_runtime.trainer.step_totals import StepTotals, update_divisors
 from rolecall.rl_runtime.weights.digest import DTYPES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepTotals:
-    """Totals of a step's ballots. Computed once, after the vote, and bitwise equal at every member and for every
-    assignment: microbatches are added in the order of their ids, on any replica.
-    """
-
-    group_ids: tuple[GroupId, ...]  # sorted
-    num_tokens: int  # tokens that the policy is trained on
-    divisors: Divisors
-    loss: float  # policy loss, divided
-    reward: float | None  # mean over the complete answers
-    health: PolicyHealth
-    log_ratio_max: float | None  # see StepResult
-    log_ratios: Mapping[str, float]
-
-    @classmethod
-    def of(cls, ballots: Sequence[CommitVote], algorithm: AlgorithmConfig, *, longest: int) -> Self:
-        stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
-        sums = sum((s.health for s in stats), HealthSums())
-        by = divisors(algorithm, sums, longest=longest)
-        return cls(
-            group_ids=tuple(sorted(g for s in stats for g in s.group_ids)),
-            num_tokens=sums.tokens,
-            divisors=by,
-            loss=sum(s.policy_loss for s in stats) / by.policy,
-            reward=sums.reward / sums.ended if sums.ended else None,
-            health=health(sums),
-            log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
-            log_ratios={
-                engine: max(s.log_ratios.get(engine, 0.0) for s in stats)
-                for engine in sorted({e for s in stats for e in s.log_ratios})
-            },
-        )
-
-    def report(self) -> None:
-        """Writes the totals to this process's state page."""
-        reporter.update(loss=self.loss, reward=self.reward)
-        metrics = {**self.health.to_dict(), "log_ratio_max": self.log_ratio_max}
-        reporter.health(**{name: metrics.get(name) for name in HEALTH_SIGNS})
 
 
 class TrainerReplica:
@@ -146,6 +109,9 @@ class TrainerReplica:
         self.vocab = vocabulary(job.model, None if job.data else job.task.name)
         self._longest = job.max_response_tokens
         self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
+        self._draft: TrainerState | None = None
+        if job.algorithm.num_updates > 1:
+            self._draft = first_state(job, self.vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
         if job.algorithm.kl_coefficient > 0:
@@ -245,7 +211,8 @@ class TrainerReplica:
         members: Sequence[ReplicaId],
         first: Sequence[ComputedMicrobatch] = (),
     ) -> StepResult:
-        """Computes the missing part of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
+        """Computes the missing part of `mine`, reduces, votes, divides, steps the optimizers (once or, update by
+        update, several times), commits, and publishes `step` + 1.
 
         `first`: unusual microbatches of an earlier attempt, to compare with what is computed now; the step is not
         checked for others then.
@@ -265,39 +232,44 @@ class TrainerReplica:
         refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         assert self._group is not None, "the epoch was checked, so a group was joined"
         reporter.set_step(step)
-        try:
+        algorithm, group = self.job.algorithm, self._group
+        with self._leaving_on_error(group, "step"):
             self._refuse_bad_plan(epoch, step, mine, all_ids)
-            self._compute(step, mine, all_ids)
-            local = self._partial.taken({m.microbatch_id for m in mine})
-            if local is None:
-                because = "the step was reset while it was computed"
-                raise CommitVoteRejected(epoch=epoch, step=step, because=because)
-        except BaseException as e:
-            # Peers may be in the reduce already and must not wait for a member that will not join it.
-            self._group.close(f"{self.replica} left the step: {type(e).__name__}")
-            raise
-        ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
-        self._refuse_disagreement(ballots, epoch, step, all_ids, members)
-        if not first:
-            self._refuse_unusual(ballots, step)
-        compared = compare(ballots, first)
-        tally = StepTotals.of(ballots, self.job.algorithm, longest=self._longest)
+            plan = updates(all_ids, algorithm, step=step, seed=self.job.seed)
+            draft = self._draft
+            if draft is not None:
+                draft.become(self.state)
+        old: dict[str, Outputs] = {}
+        votes: list[list[CommitVote]] = []
+        norms: list[float] = []
+        for number, ids in enumerate(plan):
+            with self._leaving_on_error(group, "step"):
+                local = self._compute(draft or self.state, epoch, step, number, mine, ids, all_ids, old)
+            ballots, sums = self._reduce_and_vote(group, epoch, step, number, local, ledger, draft or self.state)
+            self._refuse_disagreement(ballots, epoch, step, ids, members)
+            if not first:
+                self._refuse_unusual(ballots, step)
+            votes.append(ballots)
+            by = update_divisors(ballots, algorithm, longest=self._longest)
+            if draft is not None and len(votes) < len(plan):
+                with self._leaving_on_error(group, "step"), self._optimizing(step):
+                    norms.append(draft.update(sums, by, step))
+        judged = list(chain(*votes[: algorithm.mini_batches]))
+        compared = compare(judged, first)
+        tally = StepTotals.of(votes, algorithm, longest=self._longest)
         commit = CommitRecord(
             step=step,
             epoch=epoch,
             microbatch_ids=tuple(sorted(all_ids)),
             group_ids=tally.group_ids,
-            gradient_digest=ballots[0].gradient_digest,
+            gradient_digest=_digest_of([ballots[0].gradient_digest for ballots in votes]),
             ledger=ledger,
         )
-        with reporter.phase(Phase.OPTIMIZER):
-            band = band_after(self.state.band, ballots, compared)
-            try:
-                grad_norm = self.state.apply(sums, tally.divisors, commit, band)
-            except NonFiniteValue:  # at every member: all have the same sums, which they voted on
-                self.reset_step(step)
-                raise
+        with self._optimizing(step):
+            band = band_after(self.state.band, judged, compared)
+            norms.append(self.state.apply(sums, by, commit, band, draft))
             self._partial.clear(step + 1)
+        grad_norm = sum(norms) / len(norms)
         self.last_result = result = StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
@@ -351,46 +323,96 @@ class TrainerReplica:
                 epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
             )
 
-    def _compute(self, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
-        self._partial.prepare(step, mine)
+    @contextmanager
+    def _optimizing(self, step: int) -> Iterator[None]:
+        """Discards partial gradients whose sum overflows, at every member: all voted on the same sum."""
+        with reporter.phase(Phase.OPTIMIZER):
+            try:
+                yield
+            except NonFiniteValue:
+                self.reset_step(step)
+                raise
+
+    @contextmanager
+    def _leaving_on_error(self, group: ReduceGroup, what: str) -> Iterator[None]:
+        """Closes the group: peers may be in a reduce already and must not wait for a member that will not join it."""
+        try:
+            yield
+        except BaseException as e:
+            group.close(f"{self.replica} left the {what}: {type(e).__name__}")
+            raise
+
+    def _compute(
+        self,
+        state: TrainerState,
+        epoch: int,
+        step: int,
+        update: int,
+        mine: Sequence[Microbatch],
+        ids: Sequence[str],
+        all_ids: Sequence[str],
+        old: dict[str, Outputs],
+    ) -> Contribution:
+        """This replica's part of an update: its microbatches among `ids`, with the weights of `state`.
+
+        `old`: outputs before the step, filled in as microbatches come up for the first time in a step of several
+        updates. What the engines and the learned band are asked is asked in the first pass.
+        """
+        algorithm = self.job.algorithm
+        own = [m for m in mine if m.microbatch_id in ids]
+        is_first_pass = update < algorithm.mini_batches
+        self._partial.prepare(step, own, update)
         with reporter.phase(Phase.COMPUTE):
-            for microbatch in mine:
-                if self._partial.has(microbatch.microbatch_id):
+            for microbatch in own:
+                name = microbatch.microbatch_id
+                if self._partial.has(name):
                     continue
                 factor = self._on_microbatch()
                 started = self._clock.monotonic()
-                ask_again = is_asked(microbatch.microbatch_id, all_ids, step)
-                gradient, stats = self._gradients.of(self.state, microbatch, ask_again=ask_again)
+                if algorithm.num_updates > 1 and name not in old:
+                    old[name] = self._gradients.outputs(self.state, microbatch)
+                ask_again = is_first_pass and is_asked(name, all_ids, step)
+                gradient, stats = self._gradients.of(state, microbatch, ask_again=ask_again, old=old.get(name))
                 if factor is not None:  # fault injection
                     gradient, stats = gradient.mul_(factor), _times(stats, factor)
-                stats = replace(stats, unusual=self.state.band.outside(stats.numbers))
+                if is_first_pass:
+                    stats = replace(stats, unusual=self.state.band.outside(stats.numbers))
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
                 # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
                 reporter.update(loss=stats.numbers.loss)
+        local = self._partial.taken({m.microbatch_id for m in own})
+        if local is None:
+            because = "the step was reset while it was computed"
+            raise CommitVoteRejected(epoch=epoch, step=step, because=because)
+        return local
 
     def _reduce_and_vote(
-        self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
+        self,
+        group: ReduceGroup,
+        epoch: int,
+        step: int,
+        update: int,
+        local: Contribution,
+        ledger: ChainHead,
+        state: TrainerState,
     ) -> tuple[list[CommitVote], torch.Tensor]:
         """All members' ballots and the sum of their gradients."""
-        with reporter.phase(Phase.REDUCE):
-            try:
-                sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
-                ballot = CommitVote(
-                    replica=self.replica,
-                    incarnation=self.incarnation,
-                    epoch=epoch,
-                    step=step,
-                    microbatches=local.stats,
-                    gradient_digest=hashlib.sha256(sums.contiguous().numpy().data).hexdigest(),
-                    weights_digest=self.state.weights_digest,
-                    ledger=ledger,
-                )
-                raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
-            except BaseException as e:
-                group.close(f"{self.replica} left the reduce: {type(e).__name__}")
-                raise
+        with reporter.phase(Phase.REDUCE), self._leaving_on_error(group, "reduce"):
+            sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
+            ballot = CommitVote(
+                replica=self.replica,
+                incarnation=self.incarnation,
+                epoch=epoch,
+                step=step,
+                update=update,
+                microbatches=local.stats,
+                gradient_digest=hashlib.sha256(sums.contiguous().numpy().data).hexdigest(),
+                weights_digest=state.weights_digest,
+                ledger=ledger,
+            )
+            raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
         return [CommitVote.from_bytes(r) for r in raw], sums
 
     def _refuse_disagreement(
@@ -446,6 +468,13 @@ class TrainerReplica:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _digest_of(gradient_digests: Sequence[str]) -> str:
+    """The record of all updates; of one it is the gradient's digest."""
+    if len(gradient_digests) == 1:
+        return gradient_digests[0]
+    return hashlib.sha256("".join(gradient_digests).encode()).hexdigest()
 
 
 def _times(stats: MicrobatchStats, factor: float) -> MicrobatchStats:

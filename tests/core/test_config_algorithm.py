@@ -137,6 +137,10 @@ def test_groups_of_a_step() -> None:
 
 RULES: dict[str, tuple[dict[str, Any], str]] = {
     "dapo without sampling": ({"name": "dapo", "dynamic_sampling": False}, "dapo without dynamic_sampling is not DAPO"),
+    "unequal mini-batches": (
+        {"microbatches_per_step": 4, "mini_batches": 3},
+        "mini_batches (3) must divide microbatches_per_step (4)",
+    ),
     "dapo by sample": ({"name": "dapo", "aggregation": "sample"}, "dapo weighs tokens"),
     "dapo without deviation": ({"name": "dapo", "divide_by_std": False}, "dapo divides advantages"),
     "dapo without punishment": ({"name": "dapo", "overlong_buffer_tokens": 0}, "dapo punishes length softly"),
@@ -307,6 +311,19 @@ def test_lengths_are_held_against_the_tasks_longest_response(key: str, values: d
     with pytest.raises(ConfigError, match=rf"algorithm\.{key} \({LONGEST + 1}\) is longer than the longest response"):
         parse_job({"algorithm": values})
     parse_job({"algorithm": {**values, key: LONGEST}})
+
+
+def test_a_budget_holds_the_longest_sample() -> None:
+    longest = JobConfig().max_tokens
+    because = rf"algorithm\.microbatch_tokens_max \({longest - 1}\) is less than the longest .* \({longest} tokens\)"
+    with pytest.raises(ConfigError, match=because):
+        parse_job({"algorithm": {"microbatch_tokens_max": longest - 1}})
+    assert parse_job({"algorithm": {"microbatch_tokens_max": longest}}).algorithm.microbatch_tokens_max == longest
+
+
+def test_updates_of_a_step() -> None:
+    assert AlgorithmConfig().num_updates == 1
+    assert made(microbatches_per_step=6, mini_batches=3, ppo_epochs=4).num_updates == 12
 
 
 # --- written and read

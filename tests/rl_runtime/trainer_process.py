@@ -49,8 +49,11 @@ class Place:
     secret: str = ""
 
 
-def tiny_job(name: str = "grpo", **runtime: Any) -> JobConfig:
-    """Four microbatches of one group of four samples; about 10 k parameters, three buckets. T-PPO: of four windows."""
+def tiny_job(name: str = "grpo", *, algorithm: Mapping[str, Any] | None = None, **runtime: Any) -> JobConfig:
+    """Four microbatches of one group of four samples; about 10 k parameters, three buckets. T-PPO: of four windows.
+
+    `algorithm`: more settings of it; all other keywords are settings of section `runtime`.
+    """
     own = {"groups_per_microbatch": 4, "window_tokens": 3} if name == "tppo" else {"group_size": 4}
     return parse_job(
         {
@@ -69,6 +72,7 @@ def tiny_job(name: str = "grpo", **runtime: Any) -> JobConfig:
                 "groups_per_microbatch": 1,
                 "learning_rate": 1e-3,
                 **own,
+                **(algorithm or {}),
             },
             "runtime": runtime,
         }
@@ -113,7 +117,7 @@ class Spied(TrainerReplica):
         self.gradients: dict[int, dict[str, torch.Tensor]] = {}
         apply = self.state.apply
 
-        def spy(sums: torch.Tensor, by: Divisors, commit: Any, band: Any) -> float:
+        def spy(sums: torch.Tensor, by: Divisors, commit: Any, band: Any, *draft: Any) -> float:
             state, start = self.state, 0
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
@@ -121,7 +125,7 @@ class Spied(TrainerReplica):
                     found[f"{network.prefix}{name}"] = sums[start : start + p.numel()].view(p.shape) / divisor
                     start += p.numel()
             assert start == sums.numel()
-            return apply(sums, by, commit, band)
+            return apply(sums, by, commit, band, *draft)
 
         self.state.apply = spy  # type: ignore[method-assign]
 

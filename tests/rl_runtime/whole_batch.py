@@ -4,6 +4,7 @@ Each answer goes through the model alone. What its tokens are worth, and what ev
 the equations (`reference_math.py`); autograd only carries that to the weights. Clip and AdamW are written out.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config.job import JobConfig
+from rolecall.core.ids import replica_id
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
-from rolecall.rl_runtime.trainer.state import CRITIC, Network, TrainerState
+from rolecall.rl_runtime.trainer.state import CRITIC, Network, TrainerState, first_state
 from tests.rl_runtime.objective_rig import method_of
 from tests.rl_runtime.reference_math import Answer, Step, step
 
@@ -31,6 +33,7 @@ class Whole:
     gradients: Mapping[str, Tensor]
     weights: Mapping[str, Tensor]  # after the step
     losses: Step
+    state: Mapping[str, Tensor]  # weights and moments after the step, under their export names
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,15 +44,33 @@ class _Row:
     values: Tensor  # one more than tokens
 
 
-def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[PromptGroup]) -> Whole:
-    """The step that `state` (float64; not changed) must make of `groups`."""
+def whole_updates(job: JobConfig, state: TrainerState, parts: Sequence[Sequence[PromptGroup]]) -> list[Whole]:
+    """The updates that `state` (float64; moved) must make, one after the other, in one step of all `parts`."""
+    vocab = vocabulary(job.model, job.task.name)
+    before = first_state(job, vocab, replica=replica_id("trainer", 0), dtype=torch.float64)
+    before.load(*state.export())
+    found = []
+    for groups in parts:
+        found.append(whole_step(job, state, groups, before))
+        meta = json.loads(state.export()[1])
+        state.load(dict(found[-1].state), json.dumps({**meta, "optimizer_step": meta["optimizer_step"] + 1}))
+    return found
+
+
+def whole_step(
+    job: JobConfig, state: TrainerState, groups: Sequence[PromptGroup], before: TrainerState | None = None
+) -> Whole:
+    """The step that `state` (float64; not changed) must make of `groups`. `before`: the step's, if it has several
+    updates and this is one of them.
+    """
     vocab = vocabulary(job.model, job.task.name)
     reference = make_model(job.model, vocab, job.seed).double() if job.algorithm.kl_coefficient > 0 else None
     rows, answers = [], []
     for group in groups:
         found = [_row(state, group, s) for s in group.samples]
+        olds = [_row(before, group, s) if before is not None else None for s in group.samples]
         rows += found
-        answers.append([_answer(job, state, reference, group, r) for r in found])
+        answers.append([_answer(job, state, reference, group, r, o) for r, o in zip(found, olds, strict=True)])
     method = method_of(job.algorithm, make_task(job.task, vocab, job.seed).max_response_tokens)
     losses = step(answers, method)
     policy = sum(
@@ -57,14 +78,15 @@ def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[PromptGroup
         for r, a, b in zip(rows, losses.by_logprob, losses.by_entropy, strict=True)
     )
     assert isinstance(policy, Tensor)
-    gradients, weights = _moved(state.policy, policy, job.algorithm.grad_norm_max, job.algorithm.learning_rate)
+    moved = [_moved(state.policy, policy, job.algorithm.grad_norm_max, job.algorithm.learning_rate)]
     if state.critic is not None:
         value = sum(_dot(r.values, v) for r, v in zip(rows, losses.by_value, strict=True))
         assert isinstance(value, Tensor)
-        more = _moved(state.critic, value, job.algorithm.grad_norm_max, job.algorithm.value_learning_rate)
-        gradients |= {f"{CRITIC}{n}": g for n, g in more[0].items()}
-        weights |= {f"{CRITIC}{n}": w for n, w in more[1].items()}
-    return Whole(gradients=gradients, weights=weights, losses=losses)
+        moved.append(_moved(state.critic, value, job.algorithm.grad_norm_max, job.algorithm.value_learning_rate))
+    gradients = {n: g for found, _ in moved for n, g in found.items()}
+    after = {n: t for _, found in moved for n, t in found.items()}
+    weights = {n.replace("weight/", "", 1): t for n, t in after.items() if n.removeprefix(CRITIC).startswith("weight/")}
+    return Whole(gradients=gradients, weights=weights, losses=losses, state=after)
 
 
 def _dot(tokens: Tensor, derivatives: Sequence[float]) -> Tensor:
@@ -88,7 +110,9 @@ def _logprobs(model: Any, tokens: Sequence[int], start: int) -> tuple[Tensor, Te
     return picked, -(logprobs_sv.exp() * logprobs_sv).sum(-1)
 
 
-def _answer(job: JobConfig, state: TrainerState, reference: Any, group: PromptGroup, row: _Row) -> Answer:
+def _answer(
+    job: JobConfig, state: TrainerState, reference: Any, group: PromptGroup, row: _Row, old: _Row | None
+) -> Answer:
     s, version = row.sample, state.commit.policy_version
     frozen: list[float] = []
     if reference is not None:
@@ -102,22 +126,27 @@ def _answer(job: JobConfig, state: TrainerState, reference: Any, group: PromptGr
         values=row.values.tolist(),
         entropies=row.entropies.tolist(),
         reference_logprobs=frozen,
+        old_logprobs=old.logprobs.tolist() if old is not None else (),
+        old_values=old.values.tolist() if old is not None else (),
     )
 
 
 def _moved(
     network: Network, loss: Tensor, norm_max: float, learning_rate: float
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients before the clip, and the weights behind AdamW's step."""
+    """Gradients before the clip, by name behind the network's prefix; weights and moments behind AdamW's step, under
+    their export names.
+    """
     found: Any = torch.autograd.grad(loss, network.parameters, retain_graph=True)
     norm = math.sqrt(sum(float((g * g).sum()) for g in found))
     scale = min(1.0, norm_max / (norm + CLIP_EPS))
     exported = dict(network.tensors())
     n, b1, b2 = network.optimizer_step + 1, 0.9, 0.999
-    weights = {}
+    after = {}
     for name, g in zip(network.names, found, strict=True):
-        at = {kind: exported[f"{network.prefix}{kind}/{name}"] for kind in ("weight", "exp_avg", "exp_avg_sq")}
-        m = (b1 * at["exp_avg"] + (1 - b1) * scale * g) / (1 - b1**n)
-        v = (b2 * at["exp_avg_sq"] + (1 - b2) * (scale * g) ** 2) / (1 - b2**n)
-        weights[name] = at["weight"] - learning_rate * m / (v.sqrt() + ADAM_EPS)
-    return dict(zip(network.names, found, strict=True)), weights
+        weight, mean, square = (f"{network.prefix}{kind}/{name}" for kind in ("weight", "exp_avg", "exp_avg_sq"))
+        after[mean] = b1 * exported[mean] + (1 - b1) * scale * g
+        after[square] = b2 * exported[square] + (1 - b2) * (scale * g) ** 2
+        m, v = after[mean] / (1 - b1**n), after[square] / (1 - b2**n)
+        after[weight] = exported[weight] - learning_rate * m / (v.sqrt() + ADAM_EPS)
+    return {f"{network.prefix}{name}": g for name, g in zip(network.names, found, strict=True)}, after

@@ -191,9 +191,18 @@ class AlgorithmConfig(Section):
     group_size: Annotated[int, Field(ge=1, le=256)] = 8
     """Answers per prompt: the group that advantages are relative to. Without a baseline from the group it may be 1."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
-    """B of invariant Constant work (docs/invariants.md): every optimizer step uses exactly this many."""
+    """B of invariant Constant work (docs/invariants.md): every step uses exactly this many."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     """Prompt groups in one microbatch."""
+    mini_batches: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Equal parts of a step's microbatches, each with an optimizer update of its own. A step is committed after its
+    last update. A multiple of the trainers in microbatches_per_step / mini_batches keeps all of them busy."""
+    ppo_epochs: Annotated[int, Field(ge=1, le=64)] = 1
+    """Passes over a step's mini-batches. Above one update a step, ratios and values are those to the policy and critic
+    before the step, and a trainer needs memory for a second copy of weights and moments."""
+    microbatch_tokens_max: Annotated[int, Field(ge=1)] | None = None
+    """Padded tokens of one forward and backward pass; a microbatch of more is computed in several, and their gradients
+    are added. A smaller value needs less memory and more time. null: a microbatch in one pass."""
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     """Of the policy's AdamW; section `optimizer` has its course."""
     grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
@@ -260,7 +269,8 @@ class AlgorithmConfig(Section):
     value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     """Of the critic's AdamW."""
     value_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest change of a value within a step that the critic learns from (PPO2). No effect with one update a step."""
+    """Largest change of a value within a step that the critic learns from (PPO2). No effect with one update a step
+    (ppo_epochs x mini_batches)."""
     window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """T-PPO: tokens of one window. null: 16, or the task's longest answer if that is shorter."""
     truncation_value: Literal["critic", "previous"] = "critic"
@@ -273,6 +283,11 @@ class AlgorithmConfig(Section):
     @property
     def groups_per_step(self) -> int:
         return self.microbatches_per_step * self.groups_per_microbatch
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of one step."""
+        return self.ppo_epochs * self.mini_batches
 
     @property
     def method(self) -> Method:
@@ -327,6 +342,13 @@ class AlgorithmConfig(Section):
                 f"dapo punishes length softly (overlong_buffer_tokens above 0): {instead}",
             ),
             (not dapo or self.clip_high > self.clip_low, f"dapo clips higher above than below: {instead}"),
+            (
+                self.microbatches_per_step % self.mini_batches == 0,
+                (
+                    f"mini_batches ({self.mini_batches}) must divide microbatches_per_step "
+                    f"({self.microbatches_per_step}): mini-batches are equal"
+                ),
+            ),
             (
                 self.name is not AlgorithmName.CISPO or self.importance_cap is not None,
                 f"cispo truncates weights (importance_cap): {instead} for a clip range",

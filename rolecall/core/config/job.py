@@ -264,7 +264,7 @@ class JobConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of model, task and sampling."""
     num_steps: PositiveInt = 100
-    """Optimizer steps."""
+    """Steps: each trains a batch, is committed once, and makes a policy version."""
     injection_allowed: bool = False
     """Whether `rolecall inject` may touch this job's processes."""
     journal: str | None = None
@@ -334,6 +334,12 @@ class JobConfig(Section):
             )
             if value is not None and value > longest
         ]
+        budget = algorithm.microbatch_tokens_max
+        if budget is not None and budget < self.max_tokens:
+            found.append(
+                f"algorithm.microbatch_tokens_max ({budget}) is less than the longest prompt and response together "
+                f"({self.max_tokens} tokens): one sample alone may need more"
+            )
         if found:
             raise ValueError("; ".join(found))
         return self

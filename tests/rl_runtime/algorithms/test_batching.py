@@ -1,11 +1,21 @@
 """Constant work: any order of losses, down to one survivor, still makes each microbatch exactly once."""
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.algorithms.batching import assign, form_microbatches
+from rolecall.rl_runtime.algorithms.batching import (
+    assign,
+    chunks,
+    form_microbatches,
+    interleaved,
+    mini_batches,
+    updates,
+)
 from rolecall.rl_runtime.protocol.messages import PromptGroup
 
 REPLICAS = [ReplicaId(f"trainer/{n}") for n in range(6)]
@@ -87,3 +97,63 @@ def test_a_steps_microbatches_depend_on_its_set_of_groups_only(names: list[str])
 def test_groups_that_do_not_make_equal_microbatches_are_refused(names: list[str]) -> None:
     with pytest.raises(ValueError, match="step 3"):
         form_microbatches(3, [group(n) for n in names], 2)
+
+
+def algorithm(parts: int, size: int, passes: int) -> AlgorithmConfig:
+    return AlgorithmConfig(mini_batches=parts, microbatches_per_step=parts * size, ppo_epochs=passes)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4), st.integers(0, 99), st.randoms())
+def test_each_pass_updates_with_each_microbatch_once(
+    parts: int, size: int, passes: int, step: int, rng: random.Random
+) -> None:
+    ids = [f"{step}.{n}" for n in range(parts * size)]
+    plan = updates(ids, algorithm(parts, size, passes), step=step, seed=3)
+    assert len(plan) == parts * passes
+    for number in range(passes):
+        this = plan[number * parts : (number + 1) * parts]
+        assert sorted(i for update in this for i in update) == sorted(ids)
+        assert {frozenset(u) for u in this} == {frozenset(u) for u in plan[:parts]}
+        assert {len(u) for u in this} == {size}
+    shuffled = rng.sample(ids, len(ids))
+    if parts > 1:
+        assert updates(shuffled, algorithm(parts, size, passes), step=step, seed=3) == plan
+
+
+def test_mini_batches_differ_by_step_and_seed_and_their_order_by_pass() -> None:
+    def made(step: int, seed: int) -> list[tuple[str, ...]]:
+        ids = [f"0.{n}" for n in range(16)]
+        return updates(ids, algorithm(4, 4, 6), step=step, seed=seed)
+
+    assert len({frozenset(map(frozenset, made(step, seed))) for step in range(3) for seed in range(3)}) == 9
+    plan = made(0, 0)
+    assert len({tuple(plan[n : n + 4]) for n in range(0, 24, 4)}) > 1
+
+
+@pytest.mark.parametrize("num_members", [1, 2, 4])
+def test_each_member_has_its_share_of_every_mini_batch(num_members: int) -> None:
+    ids = [f"7.{n}" for n in range(16)]
+    parts = mini_batches(ids, step=7, number=4, seed=0)
+    shares = assign(interleaved(parts), {}, REPLICAS[:num_members])
+    for part in parts:
+        assert {len(set(part) & set(share)) for share in shares.values()} == {4 // num_members}
+
+
+def test_one_mini_batch_is_assigned_as_ever() -> None:
+    ids = [f"7.{n}" for n in (10, 9, 2, 1)]
+    assert interleaved(mini_batches(ids, step=7, number=1, seed=0)) == ids
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 90))
+def test_chunks_hold_each_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    found = chunks(lengths, budget)
+    assert sorted(row for chunk in found for row in chunk) == list(range(len(lengths)))
+    for chunk in found:
+        longest = max(lengths[row] for row in chunk)
+        assert len(chunk) * longest <= budget or len(chunk) == 1
+    assert found == chunks(lengths, budget)
+
+
+def test_without_a_budget_rows_stay_in_their_order() -> None:
+    assert chunks([3, 9, 1], None) == [[0, 1, 2]]
+    assert chunks([2, 9, 3, 8], 18) == [[1, 3], [2, 0]], "rows of similar length are together"

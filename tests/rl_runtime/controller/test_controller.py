@@ -10,6 +10,7 @@ import pytest
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
+from rolecall.rl_runtime.algorithms.batching import mini_batches
 from tests.rl_runtime.loop import World, small_job
 
 
@@ -116,6 +117,27 @@ def test_a_step_interrupted_by_a_death_keeps_what_the_survivor_computed(tmp_path
     assert computed == [2]
     (interrupted,) = w.events(EventKind.STEP_INTERRUPTED)
     assert interrupted["lost"] == ["trainer/1"] and "trainer/1#1" in interrupted["because"]
+
+
+def test_each_trainer_has_its_share_of_every_mini_batch(tmp_path: Path) -> None:
+    found: dict[tuple[int, str], tuple[str, ...]] = {}
+
+    async def script(w: World) -> None:
+        while True:
+            for replica in ("trainer/0", "trainer/1"):
+                result = w.fleet.newest(replica).body.last_result()
+                if result is not None:
+                    found[result.commit.step, replica] = result.my_microbatches
+            await asyncio.sleep(0.005)
+
+    job = {"algorithm__mini_batches": 2, "algorithm__ppo_epochs": 3}
+    w = world(tmp_path, job=job, script=script).run()
+    w.check()
+    assert len(found) >= 2 * 8, "steps were seen"
+    for (step, _), mine in found.items():
+        ids = [f"{step}.{n}" for n in range(4)]
+        for part in mini_batches(ids, step=step, number=2, seed=w.job.seed):
+            assert len({*part} & {*mine}) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -239,8 +239,21 @@ def crew(
     deaths: Mapping[int, tuple[str, int]] | None = None,
     kind: type[Spied] = Spied,
 ) -> Crew:
-    """`deaths`: index of a replica -> hook and how many times it comes there."""
     job = job_of(ALGORITHMS[name], parts)
+    microbatches = cut(job, make_groups(job), parts, random.Random(seed))
+    return crew_of(job, microbatches, size, dtype=dtype, deaths=deaths, kind=kind)
+
+
+def crew_of(
+    job: JobConfig,
+    microbatches: Sequence[Microbatch],
+    size: int,
+    *,
+    dtype: torch.dtype,
+    deaths: Mapping[int, tuple[str, int]] | None = None,
+    kind: type[Spied] = Spied,
+) -> Crew:
+    """`deaths`: index of a replica -> hook and how many times it comes there."""
     state = started(job)
     members = []
     for i in range(size):
@@ -256,7 +269,7 @@ def crew(
         )
         member.load_state(*(double(state) if dtype is torch.float64 else state))
         members.append(member)
-    return Crew(job, cut(job, make_groups(job), parts, random.Random(seed)), members)
+    return Crew(job, microbatches, members)
 
 
 def weights(state: TrainerState) -> dict[str, torch.Tensor]:
@@ -345,7 +358,7 @@ class MeanOfMeans(Spied):
             end = state.policy.num_parameters
             return torch.cat([gradient[:end] / own.policy, gradient[end:] / own.value]), stats
 
-        def averaged(sums: torch.Tensor, by: Divisors, commit: Any, band: Any) -> float:
+        def averaged(sums: torch.Tensor, by: Divisors, commit: Any, band: Any, _draft: None) -> float:
             number = float(self.job.algorithm.microbatches_per_step)
             return apply(sums, Divisors(policy=number, value=number), commit, band)
 

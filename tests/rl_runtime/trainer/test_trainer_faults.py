@@ -45,9 +45,9 @@ def pair(team: Team, **of_the_second: Any) -> tuple[TrainerProcess, TrainerProce
     return members
 
 
-def failure_free(steps: int, name: str = "grpo") -> Spied:
+def failure_free(steps: int, name: str = "grpo", **settings: Any) -> Spied:
     """One replica that computes everything: what every other way of splitting the work must equal."""
-    job = tiny_job(name)
+    job = tiny_job(name, **settings)
     alone = Spied(replica=replica_id("trainer", 0), incarnation=1, job=job, bucket_bytes=BUCKET_BYTES)
     alone.join(1, 1, 0, 1, "127.0.0.1", 0)
     for step in range(steps):
@@ -146,6 +146,42 @@ def test_two_survivors_share_the_work_of_the_third(team: Team) -> None:
     assert any(n.startswith("critic/") for n in got) == team.job.algorithm.has_critic
     for name in (n for n in whole if "weight/" in n):
         assert np.linalg.norm(got[name] - whole[name]) <= REL_L2_MAX * np.linalg.norm(whole[name]), name
+
+
+STEPPED = {"mini_batches": 2, "ppo_epochs": 2}
+BETWEEN = {
+    "in the second update's reduce": (NUM_BUCKETS + 1) + 2,
+    "before the second vote": 2 * (NUM_BUCKETS + 1),
+    "before the last vote": 4 * (NUM_BUCKETS + 1),
+}
+
+
+@pytest.mark.parametrize("count", BETWEEN.values(), ids=BETWEEN)
+def test_killed_between_two_updates_the_step_begins_again_and_a_replacement_has_all_of_it(count: int) -> None:
+    team = Team(tiny_job(algorithm=STEPPED, group_timeout_seconds=GROUP_TIMEOUT_SECONDS))
+    try:
+        survivor, victim = pair(team, stops={"bucket": count})
+        before = survivor.ask("exported")
+        team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+        victim.arrives_at("bucket")
+        victim.kill()
+        with pytest.raises(PeerLost):
+            survivor.answer()
+        assert_same_state(survivor.ask("exported"), before)
+
+        replacement = team.start(1, has_state=False)
+        replacement.ready()
+        replacement.ask("take", *survivor.ask("exported"))
+        team.join([survivor, replacement])
+        for step in range(3):
+            team.tell_step(step, {survivor: [0, 1], replacement: [2, 3]})
+            assert survivor.answer().commit == replacement.answer().commit
+            assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
+        got, wanted = survivor.ask("exported")[0], failure_free(3, algorithm=STEPPED).exported()[0]
+        for name, tensor in wanted.items():
+            assert np.linalg.norm(got[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
+    finally:
+        team.close()
 
 
 def test_killed_after_the_commit_the_survivor_has_it_too(team: Team) -> None:

@@ -9,7 +9,7 @@ from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
-from rolecall.rl_runtime.trainer.trainer import StepTotals
+from rolecall.rl_runtime.trainer.step_totals import StepTotals, update_divisors
 from tests.rl_runtime.trainer.test_reduce import ballot
 
 TOKENWISE = AlgorithmConfig(name=AlgorithmName.PPO, aggregation="token")
@@ -34,8 +34,9 @@ PARTS = (
 
 
 def test_sums_are_divided_by_the_totals_of_the_step() -> None:
-    tally = StepTotals.of([replace(ballot(0, []), microbatches=PARTS)], TOKENWISE, longest=5)
-    assert (tally.divisors.policy, tally.divisors.value, tally.num_tokens) == (10.0, 10.0, 10)
+    ballots = [replace(ballot(0, []), microbatches=PARTS)]
+    tally, by = StepTotals.of([ballots], TOKENWISE, longest=5), update_divisors(ballots, TOKENWISE, longest=5)
+    assert (by.policy, by.value, tally.num_tokens) == (10.0, 10.0, 10)
     assert tally.loss == pytest.approx(0.06)
     assert (tally.reward, tally.log_ratio_max) == (1.5 / 4, 0.5)
     assert tally.group_ids == ("g00000007", "g00000008", "g00000009")
@@ -44,9 +45,24 @@ def test_sums_are_divided_by_the_totals_of_the_step() -> None:
 def test_the_same_to_the_bit_however_the_step_was_shared_out() -> None:
     shares = ([PARTS], [PARTS[:1], PARTS[1:]], [PARTS[2:], (), PARTS[:2]], [(PARTS[2], PARTS[0]), (PARTS[1],)])
     ballots = [[replace(ballot(i, []), microbatches=tuple(s)) for i, s in enumerate(share)] for share in shares]
-    assert len({repr(StepTotals.of(b, TOKENWISE, longest=5)) for b in ballots}) == 1
+    assert len({repr(StepTotals.of([b], TOKENWISE, longest=5)) for b in ballots}) == 1
 
 
 def test_metrics_without_data_are_none() -> None:
-    empty = StepTotals.of([replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))], TOKENWISE, longest=5)
+    empty = StepTotals.of([[replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))]], TOKENWISE, longest=5)
     assert (empty.reward, empty.log_ratio_max, empty.num_tokens, empty.loss) == (None, None, 0, 0.0)
+
+
+def test_of_several_updates_tokens_and_groups_count_once_and_the_rest_is_a_mean() -> None:
+    algorithm = TOKENWISE.model_copy(update={"microbatches_per_step": 2, "mini_batches": 2, "ppo_epochs": 2})
+    first, second = (
+        part(n, 0.5 * (n + 1), tokens=4 * (n + 1), entropy=4.0, samples=2, ended=2, reward=1.0) for n in (0, 1)
+    )
+    later = replace(first, policy_loss=1.5, health=replace(first.health, entropy=16.0))
+    votes = [[replace(ballot(0, []), microbatches=(m,))] for m in (first, second, second, later)]
+    tally = StepTotals.of(votes, algorithm, longest=5)
+    assert tally.group_ids == ("g00000008", "g00000009")
+    assert tally.num_tokens == 12
+    assert tally.loss == pytest.approx((0.5 / 4 + 1.0 / 8 + 1.0 / 8 + 1.5 / 4) / 4)
+    assert tally.health.entropy == pytest.approx((4.0 + 4.0 + 4.0 + 16.0) / 24)
+    assert tally.reward == 0.5

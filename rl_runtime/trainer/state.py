@@ -77,7 +77,7 @@ class Network:
             for p, master in zip(self.parameters, before, strict=True)
         )
         self._adapted = adapted_layers(module)
-        self._sent = [(n, p) for n, p in everything if not is_adapter(n)]
+        self._sent = [(n, plain_name(n), p) for n, p in everything if not is_adapter(n)]
         self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
         self._grad_norm_max, self._learning_rate = grad_norm_max, learning_rate
         matrices, vectors = ([p for p in self.masters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
@@ -136,14 +136,14 @@ class Network:
         for layer in self._adapted:
             layer.merge()
 
-    def module_weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights to compute with, adapters merged, under the module's own names; what never changes is
-        not copied."""
-        return {n: p.detach().clone() if id(p) in self._changing else p.detach() for n, p in self._sent}
-
     def weights(self) -> dict[str, torch.Tensor]:
-        """As `module_weights`, under the names of the model folder."""
-        return {plain_name(n): t for n, t in self.module_weights().items()}
+        """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
+        changes is not copied."""
+        return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
+
+    def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`weights`, under the names that the module's parameters have with adapters."""
+        return {own: weights[n] for own, n, _ in self._sent}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Masters and moments without copying, under their export names."""
@@ -164,7 +164,7 @@ class Network:
     def frozen_digest(self) -> str:
         """SHA-256 over all parameters that are not trained, before any step; "" if all are."""
         trained = {id(p) for p in self.parameters}
-        frozen = [p for _, p in self._sent if id(p) not in trained]
+        frozen = [p for *_, p in self._sent if id(p) not in trained]
         return _digest(frozen) if frozen else ""
 
 
@@ -259,7 +259,7 @@ class TrainerState:
         version, kept = self.commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.previous.items() if v > version - kept}
-            self.previous = {**old, version: self.policy.module_weights()}
+            self.previous = {**old, version: self.policy.under_own_names(self.policy.weights())}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         """An immutable copy of the weights of policy version `version`, as they are computed with and sent to engines:

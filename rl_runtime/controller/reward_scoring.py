@@ -310,6 +310,11 @@ class RewardScoring:
                 (answers[other],) = checked_scores(
                     [group], await self._ports[other].score([group], self._limits.seconds)
                 )
+            except EnvironmentFailed as e:
+                logger.warning("%s#%d gave no second opinion: %s", *other, e)
+                if e.is_final:  # the conversation cannot be replayed: its rewards are nobody's
+                    self._drop(group.group_id, f"environment_failed: {e.kind}")
+                    return rewards
             except Exception as e:  # noqa: BLE001 deliberate: its own loop finds out what is wrong with it
                 logger.warning("%s#%d gave no second opinion: %s: %s", *other, type(e).__name__, e)
         if len(answers) == 1 or (len(answers) == 2 and equal(*answers.values())):

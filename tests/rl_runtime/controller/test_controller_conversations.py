@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rolecall.core.errors import EnvironmentFailed
 from rolecall.core.ids import replica_id
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.ledger import Ledger
@@ -23,8 +24,9 @@ class Rows(Prompts):
     runs_foreign_code = True
 
 
-def world(path: Path, seed: int = 0, **arguments: Any) -> World:
+def world(path: Path, seed: int = 0, *, runtime: Any = None, **arguments: Any) -> World:
     job = small_job(
+        runtime=runtime or {},
         model={"path": "model"},
         data={"path": "train.jsonl"},
         environment={"factory": "mine.py:Game", "max_turns": TALKS.max_turns, "attempts": 2},
@@ -152,6 +154,16 @@ def test_a_conversation_that_kills_its_workers_is_dropped(tmp_path: Path) -> Non
     found = world(tmp_path, script=hurt).run()
     found.check()
     assert dropped(found) == {"g00000002": "environment_failed: 3 workers died with it, last: killed"}
+
+
+def test_a_conversation_that_no_second_worker_can_replay_is_not_scored(tmp_path: Path) -> None:
+    async def hurt(found: World) -> None:
+        failure = EnvironmentFailed(kind="environment is not deterministic", because="", is_final=True)
+        found.fleet.newest("reward/1").body.answers = [failure]
+
+    found = world(tmp_path, script=hurt, runtime={"reward_check_share": 1.0}).run()
+    found.check()
+    assert list(dropped(found).values()) == ["environment_failed: environment is not deterministic"]
 
 
 def test_an_opening_that_fills_the_conversation_is_dropped(tmp_path: Path) -> None:

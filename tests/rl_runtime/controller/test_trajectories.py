@@ -262,7 +262,6 @@ def test_an_engine_that_is_left_between_two_turns_forgets_the_first() -> None:
 
 
 def test_a_restarted_controller_adopts_a_conversation_that_awaits_its_environment() -> None:
-    t = talk()
     sent = replace(request(0), prefix_tokens=(9,), prefix_logprobs=(0.0,), prefix_versions=(ENVIRONMENT_VERSION,))
     whole = replace(said(0, 9, 5, 6), versions=(ENVIRONMENT_VERSION, 0, 0))
     restarted = TrajectoryTable()

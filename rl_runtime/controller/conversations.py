@@ -50,8 +50,12 @@ class TurnLimits:
             attempts=environment.attempts,
         )
 
-    def call_seconds(self, conversations: int) -> float:
-        """Each may be replayed from its start, one after the other."""
+    def turn_call_seconds(self, conversations: int) -> float:
+        """One call of each environment, and the replay of one. With less than that each is tried alone."""
+        return self.seconds + (conversations + self.max_turns) * self.turn_seconds
+
+    def replay_seconds(self, conversations: int) -> float:
+        """All are replayed from their start, one after the other."""
         return self.seconds + conversations * (self.max_turns + 1) * self.turn_seconds
 
 
@@ -102,15 +106,15 @@ class Conversations:
         ids = [c.request_id for c in asked]
         self._under_way.update(ids)
         try:
-            answers = await port.observe(asked, self._limits.call_seconds(len(asked)))
+            answers = await port.observe(asked, self._limits.turn_call_seconds(len(asked)))
             if len(answers) != len(asked):
                 raise ValueError(f"{len(answers)} answers for {len(asked)} conversations")
         except ReplicaExited as e:
-            for c in asked:
-                self._losses[c.request_id] += len(asked) == 1
-                if self._losses[c.request_id] >= LOSSES_MAX:
-                    self._give_up(c, f"{LOSSES_MAX} workers died with it, last: {e.because}")
             self._alone.update(ids)
+            if len(asked) == 1:
+                self._losses[ids[0]] += 1
+                if self._losses[ids[0]] >= LOSSES_MAX:
+                    self._give_up(asked[0], f"{LOSSES_MAX} workers died with it, last: {e.because}")
             raise
         except Exception as e:
             name = type(e).__name__
@@ -142,6 +146,8 @@ class Conversations:
             self._give_up(asked, NO_ROOM)
 
     def _failed(self, asked: Conversation, key: EngineKey, answer: Observation) -> None:
+        if not self._table.is_current(asked):  # its group was dropped for another conversation
+            return
         self.release(asked.group_id)
         if not answer.is_alone:
             self._alone.add(asked.request_id)

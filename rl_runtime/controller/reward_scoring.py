@@ -81,7 +81,7 @@ def scoring_limits(job: JobConfig) -> ScoringLimits:
         if turns is None:
             return ScoringLimits()
         # The environment scores: each conversation may be replayed from its start.
-        return ScoringLimits(seconds=turns.call_seconds(job.algorithm.group_size), attempts=turns.attempts, groups=1)
+        return ScoringLimits(seconds=turns.replay_seconds(job.algorithm.group_size), attempts=turns.attempts, groups=1)
     # The worker ends a late function and answers; then the group has failed, and not the worker.
     return ScoringLimits(
         seconds=job.reward.timeout_seconds + SCORE_SECONDS + START_SECONDS, attempts=job.reward.attempts, groups=1

@@ -99,7 +99,7 @@ def _check_reward(job: JobConfig) -> str:
 
 
 def _check_environment(job: JobConfig) -> str:
-    from rolecall.rl_runtime.tasks.environments.environment_task import EnvironmentTask
+    from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask
 
     if job.environment is not None:
         try:

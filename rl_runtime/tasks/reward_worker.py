@@ -26,7 +26,7 @@ def task_of(job: JobConfig) -> Task:
     if job.data is not None:
         # Both need transformers, which takes seconds.
         if job.environment is not None:
-            from rolecall.rl_runtime.tasks.environments.environment_task import EnvironmentTask
+            from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask
 
             return EnvironmentTask(job)
         from rolecall.rl_runtime.tasks.dataset_task import DatasetTask

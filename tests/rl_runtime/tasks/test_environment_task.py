@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.errors import ConfigError, EnvironmentFailed
@@ -17,10 +18,10 @@ from rolecall.rl_runtime.protocol.messages import (
     TrainingSample,
 )
 from rolecall.rl_runtime.tasks.check import problems_of
-from rolecall.rl_runtime.tasks.environments.environment_task import EnvironmentTask, turns
+from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask, turns
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 from rolecall.rl_runtime.tasks.task import group_id
-from tests.rl_runtime.chat_model import WORDS, write_chat_model
+from tests.rl_runtime.chat_model import TEMPLATE, WORDS, write_chat_model
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n)} for n in range(5)]
 GAMES = """
@@ -124,6 +125,32 @@ def test_the_model_reads_the_template_between_its_answers(folder: Path, worker: 
     assert words(cut.tokens) == f"<end> <bos> user no 3 no 5 <end> {STARTS}", "a stop text ended it"
     between = f"<bos> user no 3 <end> {STARTS}"
     assert worker.observe(1, [talk(2, STARTS, "3 <end>", between, "2 <end>")]) == [Observation(done=True)]
+
+
+CHAT_ML = (
+    "{% if messages[0]['role'] != 'system' %}<bos>system\nplease<end>\n{% endif %}"
+    "{% for m in messages %}<bos>{{ m['role'] }}\n{{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, CHAT_ML])
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_the_model_reads_is_the_rendered_chat(folder: Path, template: str, number: int) -> None:
+    model = write_chat_model(folder / "model", template=template)
+    task = EnvironmentTask(job_of(folder))
+    answers, messages = ["3 no <end>", "4 <end>"], [{"role": "user", "content": ROWS[number]["prompt"]}]
+    if number == 1:
+        messages.append({"role": "user", "content": "please"})
+    parts: list[str] = []
+    for answer in answers:
+        (observation,) = task.observe([talk(number, *parts)])
+        parts += [words(observation.tokens), answer]
+        said = answer.removesuffix(" <end>")
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"no {said}"}]
+    read = (*task.prompt(number).tokens, *talk(number, *parts).tokens)
+    whole = AutoTokenizer.from_pretrained(model).apply_chat_template(messages[:-1], return_dict=False)
+    assert read == tuple(whole)
 
 
 def test_text_as_it_stands_has_no_roles(folder: Path) -> None:

@@ -5,13 +5,13 @@ beginning of an answer) is the environment's first observation. Every later one 
 two answers of the model. Tokens are only ever added: nothing that was generated is rendered or tokenized again.
 """
 
+import random
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Final
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError, EnvironmentFailed
-from rolecall.rl_runtime.algorithms.sampler import request_seed
 from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, Conversation, Observation, PromptGroup
 from rolecall.rl_runtime.tasks.dataset import Row
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
@@ -104,7 +104,7 @@ class EnvironmentTask(DatasetTask):
             "prompt": row.prompt,
             "answer": row.answer,
             "metadata": row.metadata,
-            "seed": request_seed(self.seed, group_number(conversation.group_id), 0),
+            "seed": random.Random(f"environment/{self.seed}/{group_number(conversation.group_id)}").randrange(2**31),
         }
         texts = tuple(self._tokenizer.text(response) for response in responses)
         return Script(key=conversation.request_id, arguments=arguments, responses=texts)

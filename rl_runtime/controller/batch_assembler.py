@@ -90,15 +90,7 @@ class BatchAssembler:
             )
             for n in range(self._job.algorithm.group_size)
         ]
-        environment = self._job.environment
-        opened = self._table.open(
-            group,
-            prompt.tokens,
-            requests,
-            first_fresh=start,
-            is_window=limit < longest,
-            max_turns=0 if environment is None else environment.max_turns,
-        )
+        opened = self._table.open(group, prompt.tokens, requests, first_fresh=start, is_window=limit < longest)
         if end is not None:
             self._table.mark_followed(group)
         return opened

@@ -103,6 +103,8 @@ class Controller:
             journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed, origin=source.origin
         )
         self.table = table or TrajectoryTable()
+        if job.environment is not None:
+            self.table.max_turns = job.environment.max_turns
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         recorder, table, tasks = self.recorder, self.table, self._tasks

@@ -270,6 +270,8 @@ class TrajectoryTable:
     """All open groups. Owned by the controller's loop."""
 
     def __init__(self) -> None:
+        self.max_turns = 0
+        """Of the model in each conversation, where the job has an environment."""
         self.groups: dict[GroupId, OpenGroup] = {}
         self._by_request: dict[str, Trajectory] = {}
         self._forget: dict[EngineKey, list[str]] = defaultdict(list)
@@ -282,12 +284,12 @@ class TrajectoryTable:
         *,
         first_fresh: int = 0,
         is_window: bool = False,
-        max_turns: int = 0,
     ) -> OpenGroup:
-        """Adds a group without an engine, to be placed in order. `max_turns`: of conversations with an environment."""
+        """Adds a group without an engine, to be placed in order."""
         assert group_id not in self.groups, f"{group_id} is open already"
+        turns, awaits = self.max_turns, self.max_turns > 0
         made = [
-            Trajectory(r, first_fresh=first_fresh, is_window=is_window, max_turns=max_turns, awaits=max_turns > 0)
+            Trajectory(r, first_fresh=first_fresh, is_window=is_window, max_turns=turns, awaits=awaits)
             for r in requests
         ]
         group = OpenGroup(group_id, prompt_tokens, made)

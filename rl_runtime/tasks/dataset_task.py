@@ -71,12 +71,15 @@ class DatasetTask(Task):
     def rewards(self, group: PromptGroup) -> list[float]:
         """Raises RewardFailed: the function raised, took too long, or ended its process."""
         assert self._process is not None
-        row = self._dataset.row(self._row_of(group_number(group.group_id))[0])
+        row = self._group_row(group.group_id)
         answers = [
             Answer(prompt=row.prompt, response=self._tokenizer.text(s.tokens), answer=row.answer, metadata=row.metadata)
             for s in group.samples
         ]
         return self._process.score(answers)
+
+    def _group_row(self, group: str) -> Row:
+        return self._dataset.row(self._row_of(group_number(group))[0])
 
     def _row_of(self, number: int) -> tuple[int, int]:
         return row_of(number, len(self._dataset), seed=self.seed, shuffle=self._data.shuffle)

@@ -57,7 +57,7 @@ class EnvironmentTask(DatasetTask):
             if isinstance(played, EnvironmentFailed):
                 raise played
             try:
-                row = self._row(first.group_id)
+                row = self._group_row(first.group_id)
                 self._tokenizer.opening_tokens(row, self._data, played.opening, self._environment.role)
                 self._tokenizer.observation_tokens("observation", self.vocab.eos, self._data, self._environment.role)
             except Exception as e:  # a template is the user's code and raises what it wants to
@@ -94,17 +94,18 @@ class EnvironmentTask(DatasetTask):
     def _prompt_tokens(self, row: Row) -> Tokens:
         return self._tokenizer.prompt_tokens(row, self._data, answers=False)
 
-    def _row(self, group: str) -> Row:
-        return self._dataset.row(self._row_of(group_number(group))[0])
+    def _seed(self, group: str) -> int:
+        """The same in all samples of a group, and in every process."""
+        return random.Random(f"environment/{self.seed}/{group_number(group)}").randrange(2**31)
 
     def _script(self, conversation: Conversation) -> Script:
-        row = self._row(conversation.group_id)
+        row = self._group_row(conversation.group_id)
         _, responses = turns(conversation.tokens, conversation.versions)
         arguments = {
             "prompt": row.prompt,
             "answer": row.answer,
             "metadata": row.metadata,
-            "seed": random.Random(f"environment/{self.seed}/{group_number(conversation.group_id)}").randrange(2**31),
+            "seed": self._seed(conversation.group_id),
         }
         texts = tuple(self._tokenizer.text(response) for response in responses)
         return Script(key=conversation.request_id, arguments=arguments, responses=texts)
@@ -116,19 +117,19 @@ class EnvironmentTask(DatasetTask):
             self._compare(conversation, played)
             if played.steps and played.steps[-1].done:
                 return Observation(done=True)
-            return Observation(tokens=self._rendered(conversation, played)[-1])
+            return Observation(tokens=self._observations(conversation, played)[-1])
         except EnvironmentFailed as e:
             return Observation(failure=e.kind, is_final=e.is_final, is_alone=e.is_alone)
 
     def _compare(self, conversation: Conversation, played: Played) -> None:
         """Raises EnvironmentFailed: its observations are not those that the model has read."""
         recorded, _ = turns(conversation.tokens, conversation.versions)
-        rendered = self._rendered(conversation, played)[: len(recorded)]
+        rendered = self._observations(conversation, played)[: len(recorded)]
         if rendered != recorded:
             because = "a replay of the conversation gave other observations"
             raise EnvironmentFailed(kind=NOT_DETERMINISTIC, because=because, is_final=True)
 
-    def _rendered(self, conversation: Conversation, played: Played) -> list[Tokens]:
+    def _observations(self, conversation: Conversation, played: Played) -> list[Tokens]:
         """The opening, then the observation behind each response, up to the end of the conversation.
 
         Raises:
@@ -137,7 +138,7 @@ class EnvironmentTask(DatasetTask):
         _, responses = turns(conversation.tokens, conversation.versions)
         data, role = self._data, self._environment.role
         try:
-            found = [self._tokenizer.opening_tokens(self._row(conversation.group_id), data, played.opening, role)]
+            found = [self._tokenizer.opening_tokens(self._group_row(conversation.group_id), data, played.opening, role)]
             for response, step in zip(responses, played.steps, strict=True):
                 if not step.done:
                     tokens = self._tokenizer.observation_tokens(step.observation, response[-1], data, role)

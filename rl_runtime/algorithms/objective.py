@@ -25,7 +25,8 @@ overflows and 0 times infinity cannot occur. Untrained tokens are masked before 
 NonFiniteValue.
 
 The policy is trained on *fresh* response tokens (not trained in an earlier step) within the staleness bound, whether or
-not the answer is complete; the critic on all tokens of complete answers. Prompts are never trained on.
+not the answer is complete; the critic on all tokens of complete answers. Prompts are never trained on, and neither are
+tokens that an environment wrote into a conversation: they are context, not counted and not compared.
 """
 
 import math
@@ -48,7 +49,13 @@ from rolecall.rl_runtime.algorithms.policy_gain import (
     k3,
     policy_gain,
 )
-from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, StepStatistics, TrainingSample
+from rolecall.rl_runtime.protocol.messages import (
+    ENVIRONMENT_VERSION,
+    EndReason,
+    PromptGroup,
+    StepStatistics,
+    TrainingSample,
+)
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 
@@ -66,12 +73,12 @@ class Batch:
     """Tensors of one microbatch, padded on the right; S samples, T tokens of prompt and response."""
 
     tokens_st: Tensor  # int64
-    response_st: Tensor  # 1 where token t was generated (never at t = 0)
+    response_st: Tensor  # 1 where the policy generated token t (never at t = 0)
     policy_st: Tensor  # 1 where the policy is trained
     value_st: Tensor  # 1 where the critic is trained
     weights_st: Tensor  # weight of a token in the policy's sum
     sampler_logprobs_st: Tensor  # 0 outside the response
-    versions_st: Tensor  # int64, -1 outside the response
+    versions_st: Tensor  # int64, negative outside the response
     rewards_s: Tensor  # including the overlong penalty; 0 while the answer is not complete
     over_s: Tensor  # bool: the answer is complete
     relative_s: Tensor  # advantages of samples, without a divergence in the reward; 0 with a critic
@@ -136,10 +143,11 @@ def make_batch(
         start, end = len(prompt), len(prompt) + len(sample.tokens)
         _refuse_unfit(sample, start, algorithm)
         tokens[i, :end] = torch.tensor((*prompt, *sample.tokens), dtype=torch.int64)
-        response[i, start:end] = 1.0
-        sampler[i, start:end] = torch.tensor(sample.logprobs, dtype=dtype)
         versions[i, start:end] = torch.tensor(sample.versions, dtype=torch.int64)
-        policy[i, start + sample.first_fresh : end] = 1.0
+        # An environment's tokens are context, as the prompt is.
+        response[i, start:end] = (versions[i, start:end] != ENVIRONMENT_VERSION).to(dtype)
+        sampler[i, start:end] = torch.tensor(sample.logprobs, dtype=dtype) * response[i, start:end]
+        policy[i, start + sample.first_fresh : end] = response[i, start + sample.first_fresh : end]
         over[i] = sample.is_over
         value[i, start:end] = float(algorithm.has_critic and sample.is_over)
         rewards.append(reward_of(sample, algorithm, longest=terms.longest))
@@ -242,8 +250,8 @@ def _known_sums(groups: Sequence[PromptGroup], *, tokens: int, fresh: int, value
         ended=len(over),
         truncated=sum(s.end is EndReason.LENGTH for s in over),
         reward=sum(s.reward for s in over),
-        length=sum(len(s.tokens) for s in over),
-        length_max=max((len(s.tokens) for s in over), default=0),
+        length=sum(s.num_generated for s in over),
+        length_max=max((s.num_generated for s in over), default=0),
         value_tokens=value_tokens,
     )
 

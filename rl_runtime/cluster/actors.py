@@ -263,7 +263,7 @@ def _engine_failed(error: BaseException) -> None:
     os._exit(1)
 
 
-@_forwards(work=("score",))
+@_forwards(work=("score", "observe"))
 class RewardActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker

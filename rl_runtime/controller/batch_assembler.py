@@ -268,7 +268,8 @@ class BatchAssembler:
         if len(assigned) != self._num_groups or any(step != self._loop.step for _, step in assigned.values()):
             return False
         groups = [self._table.groups.get(g) for g in assigned]
-        return all(g is not None and all(t.finished for t in g.trajectories) for g in groups)
+        # A conversation that its environment ended awaits, after a restart, that the environment says so again.
+        return all(g is not None and all(t.finished or t.awaits for t in g.trajectories) for g in groups)
 
     async def _scored_again(self, assigned: Collection[GroupId]) -> list[OpenGroup] | None:
         deadline = self._clock.monotonic() + RESCORE_SECONDS

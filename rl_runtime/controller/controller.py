@@ -36,7 +36,7 @@ from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeou
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring, scoring_limits
+from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring, scoring_limits, turn_limits
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
@@ -104,6 +104,8 @@ class Controller:
             journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed, origin=source.origin
         )
         self.table = table or TrajectoryTable()
+        if job.environment is not None:
+            self.table.max_turns = job.environment.max_turns
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         recorder, table, tasks = self.recorder, self.table, self._tasks
@@ -144,6 +146,8 @@ class Controller:
                 report=reporter.exception,
             ),
             limits=scoring_limits(job),
+            turns=turn_limits(job),
+            on_observed=self._on_observed,
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)
@@ -153,6 +157,11 @@ class Controller:
         """Groups are finished, or another engine may serve."""
         self.scoring.wake()
         self._wake.set()
+
+    def _on_observed(self) -> None:
+        """Conversations go on at their engines, which may be new ones."""
+        self.rollouts.assign_unassigned()
+        self.rollouts.wake_all()
 
     def _on_scored(self) -> None:
         """Replaces groups without a learning signal at once, also while a step is trained."""

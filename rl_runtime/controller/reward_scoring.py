@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import DeadlineExceeded, NothingScored, RewardFailed, WrongNumbers
+from rolecall.core.errors import DeadlineExceeded, EnvironmentFailed, NothingScored, RewardFailed, WrongNumbers
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
+from rolecall.rl_runtime.controller.conversations import Conversations, TurnLimits
 from rolecall.rl_runtime.controller.disagreement import Rewards, equal, is_sampled, judge
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.step_plan import membership_changes
@@ -26,7 +27,7 @@ from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, O
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import PromptGroup
-from rolecall.rl_runtime.tasks.rewards.process import START_SECONDS
+from rolecall.rl_runtime.tasks.user_process import START_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +77,20 @@ class ScoringLimits:
 def scoring_limits(job: JobConfig) -> ScoringLimits:
     """One group in a call where the user's function scores: its failure must not count against other groups."""
     if job.reward is None:
-        return ScoringLimits()
+        turns = turn_limits(job)
+        if turns is None:
+            return ScoringLimits()
+        # The environment scores: each conversation may be replayed from its start.
+        return ScoringLimits(seconds=turns.replay_seconds(job.algorithm.group_size), attempts=turns.attempts, groups=1)
     # The worker ends a late function and answers; then the group has failed, and not the worker.
     return ScoringLimits(
         seconds=job.reward.timeout_seconds + SCORE_SECONDS + START_SECONDS, attempts=job.reward.attempts, groups=1
     )
+
+
+def turn_limits(job: JobConfig) -> TurnLimits | None:
+    """None: no environment answers."""
+    return None if job.environment is None else TurnLimits.of(job.environment, SCORE_SECONDS + START_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +120,10 @@ class RewardScoring:
         give_up: Callable[[GroupId, str], None],
         check: RewardCheck,
         limits: ScoringLimits = ScoringLimits(),
+        turns: TurnLimits | None = None,
+        on_observed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`turns`: of conversations with an environment, which the workers answer, too; `on_observed`: one goes on."""
         self._recorder, self._table, self._connect, self._tasks = recorder, table, connect, tasks
         self._on_scored, self._give_up, self._check, self._limits = on_scored, give_up, check, limits
         self._ports: dict[EngineKey, RewardPort] = {}  # of workers that answer
@@ -124,6 +137,8 @@ class RewardScoring:
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
         self._dropped = 0  # in a row
+        self._on_observed = on_observed
+        self._conversations = None if turns is None else Conversations(table, turns, self._drop, self._observed)
 
     def sync(self, fleet: MembershipView) -> None:
         """Drops lost workers and starts new ones."""
@@ -140,6 +155,10 @@ class RewardScoring:
         """A group is finished."""
         for event in self._wakes.values():
             event.set()
+
+    def _observed(self) -> None:
+        self._on_observed()
+        self.wake()
 
     def _forget(self, key: EngineKey) -> None:
         self._workers.pop(key, None)
@@ -160,8 +179,15 @@ class RewardScoring:
                 return
             self._ports[key] = port
             while True:
-                groups = self._take(key)
-                if groups:
+                talks = self._conversations
+                asked = talks.take(key, self._ports) if talks is not None else []
+                groups = [] if asked else self._take(key)
+                if talks is not None and asked:
+                    try:
+                        await talks.answer(port, key, asked)
+                    except DeadlineExceeded:
+                        await self._until_ready(port)
+                elif groups:
                     await self._score(port, key, groups)
                 else:
                     self._resting.add(key)
@@ -210,6 +236,8 @@ class RewardScoring:
         """Finished groups that are not being scored; one that failed here is left to other workers, if any."""
         others = len(self._workers) > 1
         free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
+        if self._conversations is not None:
+            free = [g for g in free if self._conversations.belongs_to(g.group_id, key, self._ports)]
         return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
 
     async def _score(self, port: RewardPort, key: EngineKey, open_groups: Sequence[OpenGroup]) -> None:
@@ -224,13 +252,16 @@ class RewardScoring:
                 if self._losses[group_id] >= LOSSES_MAX:
                     self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died scoring it, last: {e.because}")
             raise
+        except EnvironmentFailed as e:
+            logger.warning("%s#%d: scoring of %s failed: %s", *key, ", ".join(ids), e)
+            for group_id in ids:
+                self._note_failure(group_id, key, f"environment_failed: {e.kind}", is_final=e.is_final)
+            await asyncio.sleep(RETRY_SECONDS)
         except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
             name = e.kind if isinstance(e, RewardFailed) else type(e).__name__
             logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), name, e)
             for group_id in ids:
-                self._failed_at[group_id].append(key)
-                if len(self._failed_at[group_id]) >= self._limits.attempts:
-                    self._drop(group_id, f"reward_failed: {name}")
+                self._note_failure(group_id, key, f"reward_failed: {name}")
             if isinstance(e, DeadlineExceeded):
                 self._under_way.difference_update(ids)
                 self.wake()
@@ -257,6 +288,13 @@ class RewardScoring:
             self._under_way.difference_update(ids)
             self.wake()
 
+    def _note_failure(self, group_id: GroupId, key: EngineKey, reason: str, *, is_final: bool = False) -> None:
+        if self._conversations is not None:
+            self._conversations.release(group_id)
+        self._failed_at[group_id].append(key)
+        if is_final or len(self._failed_at[group_id]) >= self._limits.attempts:
+            self._drop(group_id, reason)
+
     async def _compared(self, key: EngineKey, group: PromptGroup, rewards: Rewards) -> Rewards:
         """The rewards to use: those of worker `key`, unless two others agree on different ones."""
         check, watched = self._check, self._watched[key] > 0
@@ -272,6 +310,11 @@ class RewardScoring:
                 (answers[other],) = checked_scores(
                     [group], await self._ports[other].score([group], self._limits.seconds)
                 )
+            except EnvironmentFailed as e:
+                logger.warning("%s#%d gave no second opinion: %s", *other, e)
+                if e.is_final:  # the conversation cannot be replayed: its rewards are nobody's
+                    self._drop(group.group_id, f"environment_failed: {e.kind}")
+                    return rewards
             except Exception as e:  # noqa: BLE001 deliberate: its own loop finds out what is wrong with it
                 logger.warning("%s#%d gave no second opinion: %s: %s", *other, type(e).__name__, e)
         if len(answers) == 1 or (len(answers) == 2 and equal(*answers.values())):

@@ -10,6 +10,10 @@ an answer: earlier windows' tokens precede its own (`first_fresh`), and if its l
 engine keeps tokens until they are acknowledged, which happens when the group is closed and an engine has the next
 window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller sends
 `unsent` and `to_forget` to the engines.
+
+With an environment a trajectory is a conversation. It `awaits` the environment before the model's first turn and after
+each one that may not be the last; its answer (`observe`) becomes tokens behind those of the model, and the request
+continues from all of them, at the same engine if that lives. The engine keeps a turn until it has the next one.
 """
 
 from collections import defaultdict
@@ -20,7 +24,17 @@ from math import nan
 from typing import Final
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, PromptGroup, TokenChunk, TrainingSample
+from rolecall.rl_runtime.protocol.messages import (
+    ENVIRONMENT_VERSION,
+    Conversation,
+    EndReason,
+    GenerationRequest,
+    Observation,
+    PromptGroup,
+    TokenChunk,
+    TrainingSample,
+    num_generated,
+)
 from rolecall.rl_runtime.tasks.task import group_number
 
 EngineKey = tuple[ReplicaId, int]
@@ -66,6 +80,9 @@ class Trajectory:
     makers: set[EngineKey | None] = field(default_factory=set)
     """Engines that made its tokens; None: unknown ones."""
     is_window: bool = False  # an answer that reaches its limit is cut and continues in the next window
+    max_turns: int = 0  # of the model, in a conversation with an environment; 0: there is none
+    awaits: bool = False  # the environment is to answer
+    holds_turn: bool = False  # its engine has tokens of it, though not yet the request of this turn
 
     @property
     def finished(self) -> bool:
@@ -93,12 +110,48 @@ class Trajectory:
         """Sets the end reason if its tokens end here. `whole`: all of the chunk was taken."""
         at_limit = len(self.tokens) >= self.request.max_response_tokens
         if chunk.finished and whole and chunk.finish_reason != "length":
-            self.end = EndReason.STOP
+            if self.num_turns < self.max_turns and not at_limit:
+                self.awaits = True
+            else:
+                self.end = EndReason.STOP
         elif self.is_window and at_limit:
             # Its engine may hold more tokens, from before the next window began here.
             self.cut()
         elif chunk.finished and whole and at_limit:
             self.end = EndReason.LENGTH
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of the model so far, the current one included."""
+        made = [v != ENVIRONMENT_VERSION for v in self.versions]
+        return sum(here and not before for here, before in zip(made, [False, *made], strict=False))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its engine may have tokens of it."""
+        return self.sent or self.holds_turn
+
+    def as_conversation(self) -> Conversation:
+        return Conversation(
+            request_id=self.request.request_id,
+            group_id=self.request.group_id,
+            tokens=tuple(self.tokens),
+            versions=tuple(self.versions),
+        )
+
+    def observe(self, observation: Observation) -> None:
+        """Takes the environment's answer. Without room for an answer to it, the conversation ends before it."""
+        self.awaits = False
+        if observation.done:
+            self.end = EndReason.STOP
+        elif len(self.tokens) + len(observation.tokens) >= self.request.max_response_tokens:
+            self.end = EndReason.LENGTH
+        else:
+            num = len(observation.tokens)
+            self.tokens += observation.tokens
+            self.logprobs += [0.0] * num
+            self.versions += [ENVIRONMENT_VERSION] * num
+            self.sent, self.holds_turn = False, self.sent
 
     @property
     def ended_before(self) -> bool:
@@ -164,20 +217,23 @@ class OpenGroup:
     @property
     def is_untouched(self) -> bool:
         """Whether no engine has generated any of its own tokens, or its context is incomplete."""
-        return all(len(t.tokens) < max(t.first_fresh, 1) for t in self.trajectories)
+        return all(num_generated(t.versions) < max(t.first_fresh, 1) for t in self.trajectories)
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(t.tokens) for t in self.trajectories)
+        """Without those of an environment."""
+        return sum(num_generated(t.versions) for t in self.trajectories)
 
     @property
     def version_max(self) -> int | None:
         """Newest policy version among its trainable tokens; None without tokens."""
-        return max((v for t in self.trajectories for v in t.fresh_versions), default=None)
+        versions = (v for t in self.trajectories for v in t.fresh_versions if v != ENVIRONMENT_VERSION)
+        return max(versions, default=None)
 
     def oldest_since(self, version: int) -> int:
         """Oldest version not older than `version`, whose tokens expire next. -1 if there is none."""
-        return min((v for t in self.trajectories for v in t.fresh_versions if v >= version), default=-1)
+        versions = (v for t in self.trajectories for v in t.fresh_versions if v != ENVIRONMENT_VERSION)
+        return min((v for v in versions if v >= version), default=-1)
 
     def as_group(self) -> PromptGroup:
         """The group for scoring and training. An unknown reward is NaN, so it cannot pass for a real one."""
@@ -214,6 +270,8 @@ class TrajectoryTable:
     """All open groups. Owned by the controller's loop."""
 
     def __init__(self) -> None:
+        self.max_turns = 0
+        """Of the model in each conversation, where the job has an environment."""
         self.groups: dict[GroupId, OpenGroup] = {}
         self._by_request: dict[str, Trajectory] = {}
         self._forget: dict[EngineKey, list[str]] = defaultdict(list)
@@ -229,7 +287,11 @@ class TrajectoryTable:
     ) -> OpenGroup:
         """Adds a group without an engine, to be placed in order."""
         assert group_id not in self.groups, f"{group_id} is open already"
-        made = [Trajectory(r, first_fresh=first_fresh, is_window=is_window) for r in requests]
+        turns, awaits = self.max_turns, self.max_turns > 0
+        made = [
+            Trajectory(r, first_fresh=first_fresh, is_window=is_window, max_turns=turns, awaits=awaits)
+            for r in requests
+        ]
         group = OpenGroup(group_id, prompt_tokens, made)
         self.groups[group_id] = group
         self._by_request.update((t.request.request_id, t) for t in group.trajectories)
@@ -241,7 +303,7 @@ class TrajectoryTable:
         for trajectory in group.trajectories:
             del self._by_request[trajectory.request.request_id]
             self._let_go(trajectory)
-            if trajectory.engine is not None and trajectory.sent:
+            if trajectory.engine is not None and trajectory.is_held:
                 held = trajectory.engine, trajectory.request.request_id
                 # Kept while the next window depends on this one and no engine has it yet.
                 if not any(t.context == held for t in self._by_request.values()):
@@ -282,13 +344,13 @@ class TrajectoryTable:
 
     def unsent(self, engine: EngineKey) -> list[GenerationRequest]:
         """Requests to submit to the engine, each with the tokens generated by others."""
-        return [t.with_prefix() for t in self._unfinished_on(engine) if not t.sent]
+        return [t.with_prefix() for t in self._unfinished_on(engine) if not t.sent and not t.awaits]
 
     def mark_sent(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             t = self._by_request.get(request_id)
             if t is not None and t.engine == engine:
-                t.sent = True
+                t.sent, t.holds_turn = True, False
                 self._let_go(t)
             else:
                 # Closed or moved during the call: the engine holds it needlessly.
@@ -309,13 +371,13 @@ class TrajectoryTable:
 
     def offsets(self, engine: EngineKey) -> dict[str, int]:
         """Request -> number of tokens streamed so far, for the engine's active requests."""
-        return {t.request.request_id: len(t.tokens) for t in self._unfinished_on(engine) if t.sent}
+        return {t.request.request_id: len(t.tokens) for t in self._unfinished_on(engine) if t.sent and not t.awaits}
 
     def take(self, engine: EngineKey, chunks: Iterable[TokenChunk], proven_version: int) -> list[GroupId]:
-        """Adds streamed tokens. Returns the groups that they finish.
+        """Adds streamed tokens. Returns the groups that they finish, or of which they end a turn.
 
-        Ignored: requests not, or no longer, assigned to this engine, chunks after a gap, known tokens, and everything
-        from the first token of a version that the engine has not proven.
+        Ignored: requests not, or no longer, assigned to this engine, chunks after a gap, known tokens, earlier turns,
+        and everything from the first token of a version that the engine has not proven.
         """
         finished: list[GroupId] = []
         for chunk in chunks:
@@ -324,7 +386,9 @@ class TrajectoryTable:
                 trajectory is None
                 or trajectory.engine != engine
                 or trajectory.finished
+                or trajectory.awaits
                 or chunk.offset > len(trajectory.tokens)
+                or (trajectory.max_turns and chunk.offset + len(chunk.tokens) < len(trajectory.tokens))
             ):
                 continue
             start = len(trajectory.tokens) - chunk.offset
@@ -339,7 +403,9 @@ class TrajectoryTable:
             trajectory.note_end(chunk, whole=whole)
             if trajectory.ended_before:
                 trajectory.again()
-            if chunk.finished and whole and not trajectory.finished:
+            if trajectory.awaits:
+                finished.append(trajectory.request.group_id)
+            elif chunk.finished and whole and not trajectory.finished:
                 # It is needed with another seed, or longer than requested from this engine: it is submitted again.
                 trajectory.sent = False
                 self._forget[engine].append(trajectory.request.request_id)
@@ -388,6 +454,7 @@ class TrajectoryTable:
             trajectory.tokens, trajectory.logprobs, trajectory.versions = [], [], []
             trajectory.makers = {None} if request.prefix_tokens else set()
             trajectory.engine, trajectory.sent = engine, True
+            trajectory.awaits = trajectory.holds_turn = False
             self._let_go(trajectory)
             self.groups[trajectory.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
@@ -430,17 +497,35 @@ class TrajectoryTable:
         """Unassigns an engine's unfinished requests, which keep their tokens. `alive`: it can still drop them."""
         leaving = list(self._unfinished_on(engine))
         if alive:
-            self._forget[engine].extend(trajectory.request.request_id for trajectory in leaving if trajectory.sent)
+            self._forget[engine].extend(trajectory.request.request_id for trajectory in leaving if trajectory.is_held)
         else:
             for trajectory in self._by_request.values():
                 if trajectory.engine == engine:
-                    trajectory.engine, trajectory.sent = None, False
+                    trajectory.engine, trajectory.sent, trajectory.holds_turn = None, False, False
                 if trajectory.context is not None and trajectory.context[0] == engine:
                     trajectory.context = None
             self._forget.pop(engine, None)
         for trajectory in leaving:
-            trajectory.engine, trajectory.sent = None, False
+            trajectory.engine, trajectory.sent, trajectory.holds_turn = None, False, False
         return _moved(leaving)
+
+    def awaiting(self) -> list[Trajectory]:
+        """Conversations that await their environment, oldest group first; none before its group is placed."""
+        groups = sorted(self.groups.values(), key=lambda g: g.group_id)
+        return [t for g in groups if not g.waits for t in g.trajectories if t.awaits]
+
+    def is_current(self, asked: Conversation) -> bool:
+        """Whether the conversation still awaits an answer to these tokens: it may be closed, or rolled back."""
+        trajectory = self._by_request.get(asked.request_id)
+        return trajectory is not None and trajectory.awaits and trajectory.as_conversation() == asked
+
+    def observe(self, asked: Conversation, observation: Observation) -> EndReason | None:
+        """Adds what the environment answered to a current conversation. Returns why it ends there, if it does."""
+        trajectory = self._by_request[asked.request_id]
+        trajectory.observe(observation)
+        if trajectory.finished:
+            self._is_finished(asked.group_id)
+        return trajectory.end
 
     def mark_followed(self, group_id: GroupId) -> None:
         """The window's end is final: the next one is in the ledger."""
@@ -509,9 +594,10 @@ class TrajectoryTable:
                 if keep is not None:
                     del trajectory.tokens[keep:], trajectory.logprobs[keep:], trajectory.versions[keep:]
                     trajectory.end, group.phase, group.rewards = None, GroupPhase.GENERATING, ()
+                    trajectory.awaits = trajectory.max_turns > 0 and not trajectory.tokens
                 if not trajectory.finished and trajectory.engine is not None:
                     self._forget[trajectory.engine].append(trajectory.request.request_id)
-                    trajectory.engine, trajectory.sent = None, False
+                    trajectory.engine, trajectory.sent, trajectory.holds_turn = None, False, False
             # More is open now than the next steps can take: groups without tokens are not started early, because they
             # would only become too old. A window waits until its context is generated again.
             group.waits = group.waits or group.is_untouched
@@ -533,5 +619,5 @@ def mean_reward(groups: Iterable[PromptGroup]) -> float | None:
 
 def reached_staleness(step: int, groups: Iterable[PromptGroup], staleness_max: int) -> int:
     """Largest distance between a step and the version of a token trained in it; the loss skips older ones."""
-    fresh = (step - v for g in groups for s in g.samples for v in s.versions[s.first_fresh :])
+    fresh = (step - v for g in groups for s in g.samples for v in s.versions[s.first_fresh :] if v >= 0)
     return max((d for d in fresh if d <= staleness_max), default=0)

@@ -17,10 +17,12 @@ from rolecall.core.membership import Actual
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
     ComputedMicrobatch,
+    Conversation,
     GenerationRequest,
     Holder,
     Manifest,
     Microbatch,
+    Observation,
     PromptGroup,
     PulledTokens,
     RolloutInfo,
@@ -209,3 +211,8 @@ class RewardPort(RoleClient):
     async def score(self, groups: Sequence[PromptGroup], seconds: float) -> list[list[float]]:
         answer = await self._ask(seconds, "score", self.incarnation, list(groups))
         return cast(list[list[float]], answer)
+
+    async def observe(self, conversations: Sequence[Conversation], seconds: float) -> list[Observation]:
+        """What the environment answers to each."""
+        answer = await self._ask(seconds, "observe", self.incarnation, list(conversations))
+        return cast(list[Observation], answer)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.errors import RolecallError
-from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
+from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, GenerationRequest, TokenChunk
 from rolecall.rl_runtime.rollout.engine import NewTokens
 
 
@@ -64,7 +64,8 @@ class TokenBuffer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Adds new requests and skips those already held, so that a repeated call is harmless.
+        """Adds new requests and skips those already held, so that a repeated call is harmless. One that continues a
+        finished request behind its tokens (the next turn of a conversation) replaces it.
 
         Returns:
             Requests to generate: new, and not already completed by their prefix.
@@ -75,9 +76,11 @@ class TokenBuffer:
         for request in requests:
             self._check(request)
         with self._lock:
-            new = {r.request_id: r for r in requests if r.request_id not in self._held}
+            new = {r.request_id: r for r in requests if self._is_new(r)}
+            replaced = [held for i in new if (held := self._held.get(i)) is not None]
             num_tokens = self._num_tokens + sum(len(r.prefix_tokens) for r in new.values())
-            if len(self._held) + len(new) > self.limits.requests_max:
+            num_tokens -= sum(len(held.tokens) for held in replaced)
+            if len(self._held) + len(new) - len(replaced) > self.limits.requests_max:
                 raise TokenBufferFull(f"{len(self._held)} requests are held, {self.limits.requests_max} at most")
             if num_tokens > self.limits.unacked_tokens_max:
                 raise TokenBufferFull(
@@ -87,6 +90,10 @@ class TokenBuffer:
             for request in new.values():
                 self._held[request.request_id] = self._fresh(request)
             return [r for r in new.values() if not self._held[r.request_id].finish_reason]
+
+    def _is_new(self, request: GenerationRequest) -> bool:
+        held = self._held.get(request.request_id)
+        return held is None or (bool(held.finish_reason) and len(request.prefix_tokens) > len(held.tokens))
 
     def _check(self, request: GenerationRequest) -> None:
         length = len(request.prompt_tokens) + request.max_response_tokens
@@ -107,7 +114,7 @@ class TokenBuffer:
         held = _BufferedRequest(
             request, list(request.prefix_tokens), list(request.prefix_logprobs), list(request.prefix_versions)
         )
-        if held.tokens and held.tokens[-1] in self.end_tokens:
+        if held.tokens and held.tokens[-1] in self.end_tokens and held.versions[-1] != ENVIRONMENT_VERSION:
             held.finish_reason = "stop"
         elif len(held.tokens) >= request.max_response_tokens:
             held.finish_reason = "length"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import psutil
 
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import ConfigError, DeadlineExceeded, RewardFailed
+from rolecall.core.errors import ConfigError, DeadlineExceeded, EnvironmentFailed, RewardFailed
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 CHECK_SECONDS = 300.0
@@ -68,6 +68,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], str]:
     if job.data is not None:
         fingerprint = _collected(lambda: _check_data(job), problems)
         _collected(lambda: _check_reward(job), problems)
+        _collected(lambda: _check_environment(job), problems)
     _collected(lambda: _check_model(job), problems)
     _collected(lambda: _check_layers(job), problems)
     _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
@@ -80,14 +81,17 @@ def _collected(check: Callable[[], str], problems: list[str]) -> str:
     except ConfigError as e:
         problems += [f"{p} ({e.source})" if e.source else p for p in e.problems]
     except RewardFailed as e:
-        problems.append(f"reward.function: {e.because}")
+        setting = "environment.factory" if isinstance(e, EnvironmentFailed) else "reward.function"
+        problems.append(f"{setting}: {e.because}")
     return ""
 
 
 def _check_data(job: JobConfig) -> str:
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
+    from rolecall.rl_runtime.tasks.reward_worker import task_of
 
-    task = DatasetTask(job)
+    task = task_of(job)
+    assert isinstance(task, DatasetTask)
     task.check(ROWS_CHECKED)
     return task.fingerprint
 
@@ -95,12 +99,25 @@ def _check_data(job: JobConfig) -> str:
 def _check_reward(job: JobConfig) -> str:
     from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
 
-    assert job.reward is not None
+    if job.reward is None:
+        return ""
     process = RewardProcess(job.reward)
     try:
         process.start()
     finally:
         process.close()
+    return ""
+
+
+def _check_environment(job: JobConfig) -> str:
+    from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask
+
+    if job.environment is not None:
+        try:
+            task = EnvironmentTask(job)
+        except ConfigError:
+            return ""  # the data's own check says so
+        task.check_environment()
     return ""
 
 

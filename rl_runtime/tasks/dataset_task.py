@@ -5,7 +5,7 @@ from pathlib import Path
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.protocol.messages import PromptGroup
-from rolecall.rl_runtime.tasks.dataset import open_dataset, row_of
+from rolecall.rl_runtime.tasks.dataset import Row, open_dataset, row_of
 from rolecall.rl_runtime.tasks.rewards.functions import Answer
 from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
 from rolecall.rl_runtime.tasks.task import Prompt, Task, group_id, group_number
@@ -22,10 +22,10 @@ class DatasetTask(Task):
 
     def __init__(self, job: JobConfig) -> None:
         """Raises ConfigError: the dataset or the tokenizer cannot be used."""
-        assert job.data is not None and job.reward is not None and job.model.path is not None
+        assert job.data is not None and job.model.path is not None
         self._data, self._dataset = job.data, open_dataset(job.data)
         self._tokenizer = TextTokenizer(Path(job.model.path))
-        self._process = RewardProcess(job.reward)
+        self._process = None if job.reward is None else RewardProcess(job.reward)
         super().__init__(self._tokenizer.vocab, job.seed, job.data.max_response_tokens)
 
     @property
@@ -44,10 +44,7 @@ class DatasetTask(Task):
         """
         for number in range(self.num_rows):
             self._dataset.row(number)
-        lengths = [
-            len(self._tokenizer.prompt_tokens(self._dataset.row(n), self._data))
-            for n in range(min(rows, self.num_rows))
-        ]
+        lengths = [len(self._prompt_tokens(self._dataset.row(n))) for n in range(min(rows, self.num_rows))]
         longest = self._data.max_prompt_tokens
         if min(lengths) > longest:
             none = f"none of the first {len(lengths)} prompts fits: the shortest has {min(lengths)} tokens"
@@ -56,7 +53,7 @@ class DatasetTask(Task):
     def prompt(self, number: int) -> Prompt:
         row, _ = self._row_of(number)
         try:
-            tokens = self._tokenizer.prompt_tokens(self._dataset.row(row), self._data)
+            tokens = self._prompt_tokens(self._dataset.row(row))
         except ConfigError:
             # Not the reason itself, which quotes the row: the ledger holds no text.
             return Prompt(group_id=group_id(number), tokens=(), unusable="the prompt of this row cannot be rendered")
@@ -64,18 +61,25 @@ class DatasetTask(Task):
         unusable = f"prompt too long: {len(tokens)} tokens, at most {longest}" if len(tokens) > longest else ""
         return Prompt(group_id=group_id(number), tokens=tokens, unusable=unusable)
 
+    def _prompt_tokens(self, row: Row) -> tuple[int, ...]:
+        return self._tokenizer.prompt_tokens(row, self._data)
+
     def origin(self, number: int) -> str:
         row, epoch = self._row_of(number)
         return f"row {row} epoch {epoch} of {self.fingerprint[:NAME_CHARACTERS]}"
 
     def rewards(self, group: PromptGroup) -> list[float]:
         """Raises RewardFailed: the function raised, took too long, or ended its process."""
-        row = self._dataset.row(self._row_of(group_number(group.group_id))[0])
+        assert self._process is not None
+        row = self._group_row(group.group_id)
         answers = [
             Answer(prompt=row.prompt, response=self._tokenizer.text(s.tokens), answer=row.answer, metadata=row.metadata)
             for s in group.samples
         ]
         return self._process.score(answers)
+
+    def _group_row(self, group: str) -> Row:
+        return self._dataset.row(self._row_of(group_number(group))[0])
 
     def _row_of(self, number: int) -> tuple[int, int]:
         return row_of(number, len(self._dataset), seed=self.seed, shuffle=self._data.shuffle)

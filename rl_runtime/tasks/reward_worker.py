@@ -12,7 +12,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.protocol.messages import Conversation, Observation, PromptGroup
 from rolecall.rl_runtime.tasks.task import Task, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
@@ -24,14 +24,19 @@ def task_of(job: JobConfig) -> Task:
         ConfigError: the model folder or the dataset cannot be used, or a character of the task is missing.
     """
     if job.data is not None:
-        from rolecall.rl_runtime.tasks.dataset_task import DatasetTask  # needs transformers, which takes seconds
+        # Both need transformers, which takes seconds.
+        if job.environment is not None:
+            from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask
+
+            return EnvironmentTask(job)
+        from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 
         return DatasetTask(job)
     return make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
 
 
 class RewardWorker:
-    """One worker. Stateless: every worker gives the same answer."""
+    """One worker. Every worker gives the same answer; live environments only save their replay."""
 
     def __init__(
         self,
@@ -49,8 +54,7 @@ class RewardWorker:
 
     def score(self, incarnation: int, groups: Sequence[PromptGroup]) -> list[list[float]]:
         """One reward per sample of each group. Raises StaleIncarnation: meant for another incarnation."""
-        if incarnation != self._incarnation:
-            raise StaleIncarnation(replica=self._replica, wanted=f"#{self._incarnation}", got=f"#{incarnation}")
+        self._check(incarnation)
         rewards = []
         with reporter.phase(Phase.SCORE):
             for group in groups:
@@ -60,6 +64,19 @@ class RewardWorker:
                 rewards.append([*right] if factor is None else [factor * (1.0 + reward) for reward in right])
                 reporter.progress(1, busy_seconds=self._clock.monotonic() - started, tokens=group.num_tokens)
         return rewards
+
+    def observe(self, incarnation: int, conversations: Sequence[Conversation]) -> list[Observation]:
+        """What the environment answers to each. Raises StaleIncarnation: meant for another incarnation."""
+        self._check(incarnation)
+        started = self._clock.monotonic()
+        with reporter.phase(Phase.WAIT):
+            answers = self._task.observe(conversations)
+        reporter.progress(1, busy_seconds=self._clock.monotonic() - started)
+        return answers
+
+    def _check(self, incarnation: int) -> None:
+        if incarnation != self._incarnation:
+            raise StaleIncarnation(replica=self._replica, wanted=f"#{self._incarnation}", got=f"#{incarnation}")
 
     def _rewards(self, group: PromptGroup) -> Sequence[float]:
         if not self._task.runs_foreign_code:

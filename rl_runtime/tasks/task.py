@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from rolecall.core.config.job import TaskConfig
 from rolecall.core.errors import InvalidId
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.protocol.messages import Conversation, Observation, PromptGroup
 from rolecall.rl_runtime.tasks.tokenizer import FILLER, Vocabulary
 
 
@@ -85,6 +85,10 @@ class Task(ABC):
     @abstractmethod
     def rewards(self, group: PromptGroup) -> Sequence[float]:
         """One per sample."""
+
+    def observe(self, conversations: Sequence[Conversation]) -> list[Observation]:
+        """What the environment answers to each."""
+        raise NotImplementedError(f"{type(self).__name__} has no environment")
 
     def origin(self, number: int) -> str:
         """What the ledger says of the prompt beside its seed; the same in every process."""

@@ -8,7 +8,11 @@ from typing import Any
 from rolecall.core.config.data import DataConfig
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.tasks.dataset import Row
+from rolecall.rl_runtime.tasks.environments.interface import Opening
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, rows_of
+
+RESPONSE = "rolecall-response"
+"""Stands for a response of the model in a rendered chat: what the template writes behind it is looked for."""
 
 
 class TextTokenizer:
@@ -36,8 +40,12 @@ class TextTokenizer:
         )
         self._folder = folder
 
-    def prompt_tokens(self, row: Row, data: DataConfig) -> tuple[int, ...]:
-        """Raises ConfigError: the tokenizer has no chat template, or the template refuses the messages."""
+    def prompt_tokens(self, row: Row, data: DataConfig, *, answers: bool = True) -> tuple[int, ...]:
+        """`answers`: with the beginning of the model's answer, where the template has one.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or the template refuses the messages.
+        """
         if not data.chat_template:
             if not isinstance(row.prompt, str):
                 raise ConfigError([f"data.prompt: row {row.number} is a chat, which needs chat_template: true"])
@@ -47,11 +55,65 @@ class TextTokenizer:
             raise ConfigError([f"model.path: the tokenizer has no chat template: {advice}"], str(self._folder))
         try:
             tokens = self._tokenizer.apply_chat_template(
-                chat(row, data.system_prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+                chat(row, data.system_prompt), add_generation_prompt=answers, tokenize=True, return_dict=False
             )
         except Exception as e:  # a template is the user's code and raises what it wants to
             raise ConfigError([f"data: row {row.number}: the chat template: {type(e).__name__}: {e}"]) from e
         return tuple(int(t) for t in tokens)
+
+    def opening_tokens(self, row: Row, data: DataConfig, opening: Opening, role: str) -> tuple[int, ...]:
+        """What stands between `prompt_tokens(..., answers=False)` and the model's first answer.
+
+        Raises:
+            ValueError: the template changes what it rendered of the prompt.
+        """
+        if not data.chat_template:
+            return self._plain(opening or "")
+        messages = chat(row, data.system_prompt)
+        if isinstance(opening, str):
+            behind: list[Mapping[str, str]] = [{"role": role, "content": opening}]
+        else:
+            behind = [*(opening or ())]
+        prompt, whole = self._rendered(messages, answers=False), self._rendered([*messages, *behind], answers=True)
+        if not whole.startswith(prompt):
+            raise ValueError("the chat template renders a prompt differently once messages follow it")
+        return self._tokens(whole[len(prompt) :])
+
+    def observation_tokens(self, observation: str, last: int, data: DataConfig, role: str) -> tuple[int, ...]:
+        """What stands between a response of the model, with `last` as its last token, and its next one. The response's
+        own tokens stay what they are.
+
+        Raises:
+            ValueError: it would be empty, or the template does not show the response.
+        """
+        if not data.chat_template:
+            tokens = self._plain(observation)
+            if not tokens:
+                raise ValueError("an observation without text needs chat_template: true")
+            return tokens
+        messages = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": RESPONSE},
+            {"role": role, "content": observation},
+        ]
+        _, found, behind = self._rendered(messages, answers=True).partition(RESPONSE)
+        if not found:
+            raise ValueError("the chat template does not show a response of the model")
+        if last in self._tokenizer.all_special_ids:  # the response has its end already
+            behind = behind.lstrip(" ").removeprefix(self._tokenizer.convert_ids_to_tokens(last))
+        return self._tokens(behind)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], *, answers: bool) -> str:
+        rendered = self._tokenizer.apply_chat_template([*messages], add_generation_prompt=answers, tokenize=False)
+        return str(rendered)
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(int(t) for t in self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _plain(self, opening: Opening) -> tuple[int, ...]:
+        if not isinstance(opening, str):
+            raise ValueError("messages need chat_template: true")  # noqa: TRY004 it is a setting
+        return self._tokens(opening)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Without special tokens."""

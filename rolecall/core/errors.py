@@ -223,9 +223,22 @@ class RewardFailed(RolecallError):
     """The reward function raised, took too long, or ended its process. `kind`: a word for the ledger, which holds no
     text of the function."""
 
+    who = "reward function"
+
     def __init__(self, *, kind: str, because: str) -> None:
         self.kind, self.because = kind, because
-        super().__init__(f"reward function: {because}")
+        super().__init__(f"{self.who}: {because}")
+
+
+class EnvironmentFailed(RewardFailed):
+    """The environment of a conversation failed likewise. `is_alone`: it did so by itself, not with the process that it
+    shares with others. `is_final`: it would fail everywhere."""
+
+    who = "environment"
+
+    def __init__(self, *, kind: str, because: str, is_alone: bool = True, is_final: bool = False) -> None:
+        self.is_alone, self.is_final = is_alone, is_final
+        super().__init__(kind=kind, because=because)
 
 
 class NothingScored(RolecallError):

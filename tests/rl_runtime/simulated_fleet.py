@@ -38,7 +38,12 @@ from rolecall.rl_runtime.protocol.messages import (
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
 from rolecall.rl_runtime.tasks.task import group_start
 from rolecall.rl_runtime.weights.proof import ProofDecision, ProofVerifier
-from tests.rl_runtime.scripted_responses import ScriptedResponses, expected_logprob, request_seed_of
+from tests.rl_runtime.scripted_responses import (
+    ScriptedConversations,
+    ScriptedResponses,
+    expected_logprob,
+    request_seed_of,
+)
 
 Member = tuple[ReplicaId, int]
 TOKENS_PER_SECOND = 40.0
@@ -399,9 +404,13 @@ class FakeRollout(_FakeReplica):
                 self.fleet.started_over.append(r.request_id)
             if len(r.prefix_tokens) < group_start(r.group_id):
                 self.fleet.contexts_lost.append(r.request_id)
-            if r.request_id not in self.held:
+            held, start = self.held.get(r.request_id), len(r.prefix_tokens)
+            if held is None or (len(held.tokens) == len(held.whole) and start > len(held.tokens)):
                 answer = self.fleet.answers.tokens(r.seed)
-                assert r.prefix_tokens == answer[: len(r.prefix_tokens)], "a prefix lost tokens"
+                assert r.prefix_tokens == answer[:start], "a prefix lost tokens"
+                written = self.fleet.answers.written(r.seed)
+                assert start not in written, "the environment's turn was given to an engine"
+                answer = answer[: self.fleet.answers.turn_end(r.seed, start)]
                 self.held[r.request_id] = FakeRequest(
                     r, answer, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
                 )
@@ -485,6 +494,27 @@ class FakeReward(_FakeReplica):
                 raise answer
             return answer  # type: ignore[no-any-return]
         return [[self.fleet.answers.reward(s.tokens) + self.added for s in g.samples] for g in groups]
+
+    async def observe(
+        self, incarnation: int, conversations: Sequence[protocol.Conversation]
+    ) -> list[protocol.Observation]:
+        self._check(incarnation)
+        await asyncio.sleep(0.02)
+        self.fleet.turns_asked.append((self.replica, tuple(c.request_id for c in conversations)))
+        return [self._observation(c) for c in conversations]
+
+    def _observation(self, asked: protocol.Conversation) -> protocol.Observation:
+        script = self.fleet.answers
+        assert isinstance(script, ScriptedConversations)
+        scripted = self.fleet.environment_fails(self, asked)
+        if scripted is not None:
+            return scripted
+        seed, start = request_seed_of(self.fleet.job.seed, asked.request_id), len(asked.tokens)
+        assert asked.tokens == script.tokens(seed)[:start], "a conversation lost tokens"
+        marked = {at for at, v in enumerate(asked.versions) if v == protocol.ENVIRONMENT_VERSION}
+        assert marked == {at for at in script.written(seed) if at < start}, "marks of other tokens"
+        tokens = script.observation(seed, start)
+        return protocol.Observation(done=True) if tokens is None else protocol.Observation(tokens=tokens)
 
 
 class FakeCertifier(ProofVerifier):
@@ -595,6 +625,11 @@ class SimulatedFleet:
         """Requests that were submitted with fewer tokens than a controller had had of them."""
         self.contexts_lost: list[str] = []
         """Windows submitted without all their predecessors."""
+        self.turns_asked: list[tuple[ReplicaId, tuple[str, ...]]] = []
+        """Conversations that were shown to an environment in one call."""
+        self.environment_fails: Callable[[FakeReward, protocol.Conversation], protocol.Observation | None]
+        self.environment_fails = lambda worker, asked: None
+        """A failure in place of what the environment answers."""
         self.used: dict[GroupId, tuple[int, int, EndReason]] = {}
         """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
         self.problems: list[str] = []
@@ -722,7 +757,10 @@ class SimulatedFleet:
                     assert sample.reward == self.answers.reward(sample.tokens), f"{sample.request_id}: {sample.reward}"
                 else:
                     assert self.job.algorithm.window_tokens is not None, f"{sample.request_id} is not over"
-                assert all(0 <= v <= step for v in sample.versions), f"{sample.versions} in step {step}"
+                written = self.answers.written(seed)
+                made = [v for at, v in enumerate(sample.versions) if at not in written]
+                assert all(0 <= v <= step for v in made), f"{sample.versions} in step {step}"
+                assert sample.versions.count(protocol.ENVIRONMENT_VERSION) == len(sample.versions) - len(made)
                 assert sample.first_fresh == group_start(group.group_id)
                 self.used[group.group_id] = (sample.first_fresh, len(sample.tokens), sample.end)
 

@@ -51,7 +51,8 @@ def load_scorer(name: str) -> Scorer:
         return scorer_of(_math_verify(), name)
     if kind == "reasoning_gym":
         return scorer_of(_reasoning_gym(task), name)
-    return scorer_of(_import(name), name)
+    built_in = ", or built in: " + ", ".join([*BUILT_IN, "math_verify"])
+    return scorer_of(imported(name, "reward.function", "function", built_in), name)
 
 
 def scorer_of(function: Callable[..., Any], name: str) -> Scorer:
@@ -104,21 +105,23 @@ def _numbers(values: Any, num: int) -> list[float]:
     return [float(v) for v in values]
 
 
-def _import(name: str) -> Callable[..., Any]:
+def imported(name: str, setting: str, kind: str, others: str = "") -> Callable[..., Any]:
+    """What a job file's `setting` names: a `kind`, function or class. `others`: what else the name could be.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not there.
+    """
     module_name, _, attribute = name.rpartition(":")
     if not module_name or not attribute:
-        expected = "`package.module:function`, `FILE.py:function`, or built in: " + ", ".join(
-            [*BUILT_IN, "math_verify"]
-        )
-        raise ConfigError([f"reward.function: {name!r}: expected {expected}"])
+        raise ConfigError([f"{setting}: {name!r}: expected `package.module:{kind}`, `FILE.py:{kind}`{others}"])
     try:
         module = _file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as e:  # deliberate: the user's code may raise anything while it is imported
-        raise ConfigError([f"reward.function: {module_name} cannot be imported: {type(e).__name__}: {e}"]) from e
+        raise ConfigError([f"{setting}: {module_name} cannot be imported: {type(e).__name__}: {e}"]) from e
     function = getattr(module, attribute, None)
     if not callable(function):
-        found = "is not a function" if hasattr(module, attribute) else "is not there"
-        raise ConfigError([f"reward.function: {attribute} {found} in {module_name}"])
+        found = f"is not a {kind}" if hasattr(module, attribute) else "is not there"
+        raise ConfigError([f"{setting}: {attribute} {found} in {module_name}"])
     made: Callable[..., Any] = function
     return made
 

@@ -1,7 +1,8 @@
-"""Sections `data`, `sampling` and `reward` of a job file: your prompts, how answers are sampled, who scores them."""
+"""Sections `data`, `sampling`, `reward` and `environment` of a job file: your prompts, how answers are sampled, who
+scores them, who answers the model."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -75,3 +76,23 @@ class RewardConfig(Section):
     @classmethod
     def _text(cls, value: Any) -> Any:
         return {"function": value} if isinstance(value, str) else value
+
+
+class EnvironmentConfig(Section):
+    """Answers the model, for several turns and tools. A text in place of the section is its `factory`."""
+
+    factory: str
+    """`package.module:Class` or `FILE.py:Class`, called without arguments for each conversation."""
+    max_turns: PositiveInt = 8
+    """Answers of the model after which a conversation ends, if the environment has not ended it before."""
+    role: Literal["user", "tool"] = "user"
+    """Role of its observations in the chat template."""
+    timeout_seconds: Seconds = 10.0
+    """Time for one call of `reset` or `step`. A longer one fails; one that blocks is ended with its process."""
+    attempts: Annotated[int, Field(ge=1, le=20)] = 4
+    """Failures (exceptions, time-outs) of one conversation after which its group is dropped, with the reason."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return {"factory": value} if isinstance(value, str) else value

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
-from rolecall.core.config.data import DataConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.data import DataConfig, EnvironmentConfig, RewardConfig, SamplingConfig
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
@@ -278,6 +278,8 @@ class JobConfig(Section):
     """Your own prompts, in place of a built-in task."""
     reward: RewardConfig | None = None
     """Scores the answers to them."""
+    environment: EnvironmentConfig | None = None
+    """Answers the model, for several turns and tools. Without `reward` it scores the conversations, too."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -298,6 +300,7 @@ class JobConfig(Section):
         if self.data is None:
             rules = [
                 (self.reward is None, "reward has no meaning without data: a built-in task scores its own answers"),
+                (self.environment is None, "environment has no meaning without data: a built-in task has one turn"),
                 (not self.sampling.stop, "sampling.stop has no meaning without data: built-in tasks have no text"),
             ]
         else:
@@ -307,7 +310,14 @@ class JobConfig(Section):
                     self.model.path is not None,
                     "data needs model.path: the built-in model has no text",
                 ),
-                (self.reward is not None, "data needs reward: who scores the answers?"),
+                (
+                    self.reward is not None or self.environment is not None,
+                    "data needs reward or environment: who scores the answers?",
+                ),
+                (
+                    self.environment is None or not self.algorithm.has_critic,
+                    f"environment: the critic of {self.algorithm.name} values single answers: choose grpo, for example",
+                ),
             ]
         found = [why for holds, why in rules if not holds]
         if found:
@@ -356,7 +366,7 @@ class JobConfig(Section):
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         dumped: dict[str, Any] = handler(self)
-        unused = {"data", "reward"} if self.data is None else {"task"}
+        unused = {"data", "reward", "environment"} if self.data is None else {"task"}
         if self.lora is None:
             unused.add("lora")
         return {k: v for k, v in dumped.items() if k not in unused}
@@ -441,6 +451,8 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
         changes["data"] = job.data.model_copy(update={"path": absolute(job.data.path)})
     if job.reward is not None and ".py:" in job.reward.function:
         changes["reward"] = job.reward.model_copy(update={"function": absolute(job.reward.function)})
+    if job.environment is not None and ".py:" in job.environment.factory:
+        changes["environment"] = job.environment.model_copy(update={"factory": absolute(job.environment.factory)})
     return job.model_copy(update=changes)
 
 

@@ -1,13 +1,20 @@
 """Tokens of open requests: taken once, in order, only when proven, and kept when their engine goes."""
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
+from rolecall.rl_runtime.protocol.messages import (
+    ENVIRONMENT_VERSION,
+    EndReason,
+    GenerationRequest,
+    Observation,
+    TokenChunk,
+)
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
 B: EngineKey = (ReplicaId("rollout/1"), 1)
@@ -161,3 +168,122 @@ def test_the_age_of_groups_is_reported_by_their_newest_token_or_by_the_engine_th
     assert [g.group_id for g in t.too_stale(8, 2)] == [G]
     t.assign([G])
     assert t.too_stale(8, 2) == []
+
+
+# --- conversations with an environment
+
+
+def talk(max_turns: int = 3) -> TrajectoryTable:
+    """One conversation on A, whose environment has opened it with token 9."""
+    t = TrajectoryTable()
+    t.max_turns = max_turns
+    t.open(G, (1, 2), [request(0)])
+    assert t.awaiting() == [], "nothing is asked for a group that is not placed"
+    t.place(G, A)
+    assert t.unsent(A) == [], "the environment begins"
+    observe(t, 9)
+    send(t, A)
+    return t
+
+
+def observe(t: TrajectoryTable, *said: int, done: bool = False) -> None:
+    (trajectory,) = t.awaiting()
+    asked = trajectory.as_conversation()
+    assert t.is_current(asked)
+    t.observe(asked, Observation(tokens=said, done=done))
+    assert not t.is_current(asked), "an answer is taken once"
+
+
+def send(t: TrajectoryTable, engine: EngineKey) -> GenerationRequest:
+    (sent,) = t.unsent(engine)
+    t.mark_sent(engine, [sent.request_id])
+    return sent
+
+
+def said(offset: int, *words: int, version: int = 0, reason: str = "stop") -> TokenChunk:
+    return replace(chunk(0, offset, [*words], version, finished=bool(reason)), finish_reason=reason)
+
+
+def test_a_conversation_goes_on_behind_its_environments_tokens() -> None:
+    t = talk()
+    assert t.take(A, [said(1, 5, 6)], 0) == [G], "someone has to ask the environment"
+    assert t.offsets(A) == {} and t.unsent(A) == [] and t.num_unfinished(A) == 1
+    observe(t, 8)
+    assert t.take(A, [said(1, 5, 6)], 0) == [] and not t.awaiting(), "the turn before, pulled late"
+    again = send(t, A)
+    assert (again.prefix_tokens, again.prefix_versions) == (
+        (9, 5, 6, 8),
+        (ENVIRONMENT_VERSION, 0, 0, ENVIRONMENT_VERSION),
+    )
+    assert again.prefix_logprobs == (0.0, -5.0, -6.0, 0.0)
+    assert t.take(A, [said(4, 7, version=1)], 1) == [G]
+    observe(t, done=True)
+    group = t.groups[G]
+    assert (group.phase, group.trajectories[0].end, group.num_tokens) == (GroupPhase.FINISHED, EndReason.STOP, 3)
+    assert (group.version_max, group.oldest_since(-5)) == (1, 0)
+    t.close(G)
+    assert t.to_forget(A) == [f"{G}.0"]
+
+
+def test_a_conversation_ends_at_its_last_turn_and_at_its_limit() -> None:
+    t = talk(max_turns=1)
+    assert t.take(A, [said(1, 5)], 0) == [G] and t.groups[G].phase is GroupPhase.FINISHED
+    t = talk()
+    t.take(A, [said(1, 5, 6)], 0)
+    observe(t, 7, 7, 7, 7, 7)
+    assert (t.groups[G].trajectories[0].end, tokens(t, 0)) == (EndReason.LENGTH, [9, 5, 6]), "no room for an answer"
+    t = talk()
+    assert t.take(A, [said(1, *[5] * 7)], 0) == [G] and not t.awaiting()
+    assert t.groups[G].phase is GroupPhase.FINISHED
+
+
+def test_a_lost_engines_conversation_goes_on_elsewhere_with_its_marks() -> None:
+    t = talk()
+    t.take(A, [said(1, 5)], 0)
+    t.leave(A)
+    observe(t, 8)
+    assert list(t.unassigned()) == [G]
+    t.place(G, B)
+    assert send(t, B).prefix_versions == (ENVIRONMENT_VERSION, 0, ENVIRONMENT_VERSION)
+    t.take(B, [said(3, 6, reason="")], 0)
+    assert tokens(t, 0) == [9, 5, 8, 6]
+
+
+def test_an_engine_that_is_left_between_two_turns_forgets_the_first() -> None:
+    t = talk()
+    t.take(A, [said(1, 5)], 0)
+    observe(t, 8)
+    t.leave(A, alive=True)
+    assert t.to_forget(A) == [f"{G}.0"]
+    t = talk()
+    t.take(A, [said(1, 5)], 0)
+    observe(t, 8)
+    t.close(G)
+    assert t.to_forget(A) == [f"{G}.0"]
+
+
+def test_a_restarted_controller_adopts_a_conversation_that_awaits_its_environment() -> None:
+    sent = replace(request(0), prefix_tokens=(9,), prefix_logprobs=(0.0,), prefix_versions=(ENVIRONMENT_VERSION,))
+    whole = replace(said(0, 9, 5, 6), versions=(ENVIRONMENT_VERSION, 0, 0))
+    restarted = TrajectoryTable()
+    restarted.max_turns = 3
+    restarted.open(G, (1, 2), [request(0)])
+    assert restarted.adopt(A, [(sent, whole)], 0) == [G]
+    observe(restarted, 8)
+    assert send(restarted, A).prefix_tokens == (9, 5, 6, 8)
+
+
+def test_going_back_to_an_older_policy_keeps_what_its_tokens_led_to() -> None:
+    t = talk()
+    t.take(A, [said(1, 5)], 0)
+    observe(t, 8)
+    send(t, A)
+    t.take(A, [said(3, 6, 7, version=2)], 2)
+    (asked,) = t.awaiting()
+    conversation = asked.as_conversation()
+    t.truncate_after(0)
+    assert tokens(t, 0) == [9, 5, 8] and not t.awaiting() and not t.is_current(conversation)
+    assert t.to_forget(A) == [f"{G}.0"] and list(t.unassigned()) == [G]
+    t.take(A, [said(1, 5)], 0)
+    t.truncate_after(-1)
+    assert tokens(t, 0) == [9] and t.groups[G].waits, "nothing of the model is left"

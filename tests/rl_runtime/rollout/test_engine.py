@@ -22,7 +22,14 @@ from rolecall.core.config.job import ModelConfig
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.algorithms.objective import token_logprobs
-from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
+from rolecall.rl_runtime.protocol.messages import (
+    ENVIRONMENT_VERSION,
+    GenerationRequest,
+    Holder,
+    Manifest,
+    TokenChunk,
+    WeightProof,
+)
 from rolecall.rl_runtime.rollout.engine import EngineSettings, end_tokens, vocab_size
 from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.trainer.model import load_model_folder, write_model_folder
@@ -307,6 +314,37 @@ def test_a_window_ends_and_the_answer_continues_after_it_at_another_engine(stage
             assert largest_difference(chunk.logprobs, wanted[request_id]) < 1e-5
             held[request_id] = chunk
     assert {len(set(c.versions)) for c in held.values() if c} >= {3}, "no answer got through all windows"
+
+
+def test_a_conversation_goes_on_behind_its_environments_tokens_and_at_another_engine(
+    stage: Stage, a: Remote, b: Remote
+) -> None:
+    manifest = stage.publish()
+    for engine in (a, b):
+        stage.update(engine, manifest)
+    said, marks = (13, 1, 5, 2), (ENVIRONMENT_VERSION,) * 4
+    ids = [f"talk.{i}" for i in range(4)]
+    a.submit(1, [request(i, n, num=6) for n, i in enumerate(ids)])
+    eventually(lambda: sum(c.finished for c in chunks(a, *ids).values()) == len(ids), "the first turns")
+    first = chunks(a, *ids)
+    turns = {
+        i: replace(c, tokens=c.tokens + said, logprobs=(*c.logprobs, *[0.0] * 4), versions=c.versions + marks)
+        for i, c in first.items()
+    }
+    a.slow_down(SLOW_STEP_SECONDS)
+    a.submit(1, [request(i, n, num=60, prefix=turns[i]) for n, i in enumerate(ids)])  # in place of the first turn
+    eventually(lambda: all(len(c.tokens) > len(turns[i].tokens) for i, c in chunks(a, *ids).items()), "the next turns")
+    streamed = chunks(a, *ids)
+    a.ack(1, ids)
+    a.slow_down(0.0)
+    b.submit(1, [request(i, n, num=60, prefix=streamed[i]) for n, i in enumerate(ids)])
+    for request_id, whole in finished(b, *ids).items():
+        before, turn = streamed[request_id], turns[request_id]
+        assert whole.tokens[: len(before.tokens)] == before.tokens and before.tokens[: len(turn.tokens)] == turn.tokens
+        own = [v != ENVIRONMENT_VERSION for v in whole.versions]
+        assert own == [not len(turn.tokens) - 4 <= at < len(turn.tokens) for at in range(len(own))]
+        wanted = [p if mine else 0.0 for p, mine in zip(stage.score(PROMPT, whole.tokens), own, strict=True)]
+        assert largest_difference(whole.logprobs, wanted) < 1e-5
 
 
 def test_each_token_of_a_request_in_flight_is_computed_by_its_version_on_the_whole_prefix(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, GenerationRequest
 from rolecall.rl_runtime.rollout.engine import NewTokens
 from rolecall.rl_runtime.rollout.token_buffer import RequestRefused, TokenBuffer, TokenBufferFull, TokenBufferLimits
 from tests.rl_runtime.rollout_rig import END, request
@@ -79,3 +80,27 @@ def test_a_request_that_was_forgotten_and_repeated_has_nothing_of_the_one_before
     assert held.begin(again)
     held.record([late], 0)
     assert held.since({"a": 0})[0][0].tokens == (9, 3)
+
+
+def turn(*tokens: int, versions: tuple[int, ...]) -> GenerationRequest:
+    return request("a", 9, prefix_tokens=tokens, prefix_logprobs=(0.0,) * len(tokens), prefix_versions=versions)
+
+
+def test_the_next_turn_of_a_conversation_replaces_the_one_before() -> None:
+    held = buffer(requests_max=1, unacked_tokens_max=6)
+    (first,) = held.take([turn(7, versions=(ENVIRONMENT_VERSION,))])
+    assert held.begin(first)
+    assert held.take([turn(7, 3, versions=(ENVIRONMENT_VERSION, 0))]) == [], "the turn is not over"
+    held.record([NewTokens(request_id="a", tokens=(3, END), logprobs=(-1.0, -1.0), finish_reason="stop")], 4)
+    assert held.take([turn(7, versions=(ENVIRONMENT_VERSION,))]) == [], "the first one, sent twice"
+    next_turn = turn(7, 3, END, END, versions=(ENVIRONMENT_VERSION, 4, 4, ENVIRONMENT_VERSION))
+    (second,) = held.take([next_turn])
+    assert held.take([next_turn]) == [] and held.num_requests == 1
+    late = NewTokens(request_id="a", tokens=(5,), logprobs=(-1.0,), finish_reason="stop")
+    held.record([late], 4)
+    assert held.since({"a": 0})[0][0].tokens == (7, 3, END, END), "it has not begun"
+    assert held.begin(second) and held.record([late], 5)
+    (chunk,) = held.since({"a": 4})[0]
+    assert (chunk.tokens, chunk.versions, chunk.finish_reason) == ((5,), (5,), "stop")
+    held.forget(["a"])
+    assert len(held.take([turn(*[3] * 6, versions=(0,) * 6)])) == 1, "the tokens of both turns were counted once"

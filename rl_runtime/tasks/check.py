@@ -4,12 +4,13 @@ In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because t
 and stay in memory.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -24,6 +25,8 @@ TRAINER_BYTES, CRITIC_BYTES, REFERENCE_BYTES, ROLLOUT_BYTES = 40, 40, 4, 4
 and the published one."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
+HELD_OUT_REQUESTS_MAX, HELD_OUT_TOKENS_MAX = 2048, 2_000_000
+"""Of one evaluation: half of what one engine holds at most (`token_buffer.py`), since one may have to hold all."""
 
 
 def checked(job: JobConfig) -> JobConfig:
@@ -33,7 +36,10 @@ def checked(job: JobConfig) -> JobConfig:
         ConfigError: all problems, each `path: reason`.
         DeadlineExceeded: the check takes too long.
     """
+    _check_loggers(job)
     if job.data is None:
+        if job.evaluation is not None:
+            _check_evaluation_size(job, job.evaluation.num_prompts or 0)
         return job
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
@@ -49,36 +55,73 @@ def checked(job: JobConfig) -> JobConfig:
         raise ConfigError([f"data: the check ended with code {done.returncode}: {reason}"]) from None
     if answer["problems"]:
         raise ConfigError(answer["problems"])
-    data = job.data.model_copy(update={"fingerprint": answer["fingerprint"]})
-    return job.model_copy(update={"data": data})
+    changes: dict[str, Any] = {"data": job.data.model_copy(update={"fingerprint": answer["fingerprint"]})}
+    if job.evaluation is not None:
+        changes["evaluation"] = job.evaluation.model_copy(update={"fingerprint": answer["held_out_fingerprint"]})
+    return job.model_copy(update=changes)
 
 
-def problems_of(job: JobConfig) -> tuple[list[str], str]:
-    """(each `path: reason`, the dataset's fingerprint)."""
+def _check_loggers(job: JobConfig) -> None:
+    problems = [
+        f"logging.{name}: package {name} is not installed: pip install {name}"
+        for name in job.logging.names
+        if importlib.util.find_spec(name) is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
+    """(each `path: reason`, fingerprints of the dataset and of the held-out one)."""
     problems: list[str] = []
-    fingerprint = _collected(lambda: _check_data(job), problems) or ""
+    fingerprints = _collected(lambda: _check_data(job), problems)
     _collected(lambda: _check_reward(job), problems)
     _collected(lambda: _check_model(job), problems)
     _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
-    return problems, fingerprint
+    return problems, fingerprints or ("", "")
 
 
-def _collected(check: Callable[[], str], problems: list[str]) -> str:
+T = TypeVar("T")
+
+
+def _collected(check: Callable[[], T], problems: list[str]) -> T | None:
     try:
         return check()
     except ConfigError as e:
         problems += [f"{p} ({e.source})" if e.source else p for p in e.problems]
     except RewardFailed as e:
         problems.append(f"reward.function: {e.because}")
-    return ""
+    return None
 
 
-def _check_data(job: JobConfig) -> str:
+def _check_data(job: JobConfig) -> tuple[str, str]:
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 
     task = DatasetTask(job)
     task.check(ROWS_CHECKED)
-    return task.fingerprint
+    if job.evaluation is not None:
+        _check_held_out(job, task.fingerprint, task.held_out_fingerprint)
+        _check_evaluation_size(job, task.num_held_out(job.evaluation.num_prompts))
+    return task.fingerprint, task.held_out_fingerprint
+
+
+def _check_held_out(job: JobConfig, trained: str, held_out: str) -> None:
+    """Equal files may have different paths."""
+    assert job.data is not None and job.evaluation is not None
+    given = job.evaluation.held_out(job.data)
+    if trained == held_out and (given.split == job.data.split or not Path(job.data.path).is_dir()):
+        raise ConfigError(["evaluation.path: these prompts are trained on: its files are those of data.path"])
+
+
+def _check_evaluation_size(job: JobConfig, prompts: int) -> None:
+    """Raises ConfigError: an evaluation has more requests or tokens than one engine can hold."""
+    assert job.evaluation is not None
+    requests = prompts * job.evaluation.samples
+    tokens = requests * (job.evaluation.max_response_tokens or job.max_response_tokens)
+    for num, limit, of in ((requests, HELD_OUT_REQUESTS_MAX, "requests"), (tokens, HELD_OUT_TOKENS_MAX, "tokens")):
+        if num > limit:
+            what = f"{prompts} prompts x {job.evaluation.samples} samples are up to {num:,} {of}"
+            raise ConfigError([f"evaluation.num_prompts: {what}, at most {limit:,}"])
 
 
 def _check_reward(job: JobConfig) -> str:
@@ -156,8 +199,9 @@ def _num_parameters(folder: Path) -> int:
 
 
 def main() -> int:
-    problems, fingerprint = problems_of(parse_job(json.load(sys.stdin)))
-    print(json.dumps({"problems": problems, "fingerprint": fingerprint}), flush=True)
+    problems, (fingerprint, held_out) = problems_of(parse_job(json.load(sys.stdin)))
+    found = {"problems": problems, "fingerprint": fingerprint, "held_out_fingerprint": held_out}
+    print(json.dumps(found), flush=True)
     return 0
 
 

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
@@ -21,8 +21,9 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.data import EvaluationConfig
 from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import GroupId
-from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import EvaluationFinished, StepInterrupted
+from rolecall.core.journal.evaluations import EvaluationHistory
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import EvaluationFinished
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import LoopState, least_loaded
@@ -49,18 +50,6 @@ class HeldOutSource(Protocol):
     def held_out(self, number: int) -> Prompt: ...
 
     def num_held_out(self, wanted: int | None) -> int: ...
-
-
-def evaluated_versions(events: Iterable[Event]) -> tuple[set[int], int]:
-    """(policy versions that were evaluated and not discarded since, returns to a checkpoint), from the events."""
-    done, returns = set[int](), 0
-    for event in events:
-        match event.payload:
-            case EvaluationFinished(step=step):
-                done.add(step)
-            case StepInterrupted(step=step, attempt=0):
-                done, returns = {version for version in done if version <= step}, returns + 1
-    return done, returns
 
 
 def pass_at(passed: Sequence[int], samples: int) -> dict[str, float]:
@@ -145,13 +134,16 @@ class Evaluation:
     ) -> None:
         self._job, self._loop, self._recorder, self._table = job, loop, recorder, table
         self._pool, self._source, self._clock = pool, source, clock
-        self._config, self._running, self._left_out = job.evaluation, None, -1
-        self._done, self._returns = set[int](), 0
+        self._config, self._left_out = job.evaluation, -1
+        self._running: _Running | None = None
+        self._history = EvaluationHistory()
         if job.evaluation is not None:
-            kinds = [EventKind.EVALUATION_FINISHED, EventKind.STEP_INTERRUPTED]
-            self._done, self._returns = evaluated_versions(recorder.journal.events(kinds=kinds))
+            for event in recorder.journal.events(kinds=[EventKind.EVALUATION_FINISHED, EventKind.STEP_INTERRUPTED]):
+                self._history.take(event)
 
-    _running: _Running | None
+    @property
+    def _done(self) -> Collection[int]:
+        return self._history.by_step
 
     @property
     def is_missing(self) -> bool:
@@ -246,8 +238,8 @@ class Evaluation:
         unscored = running.unscored + Counter({LATE: late})
         seconds = self._clock.monotonic() - running.started_at
         result = summarized(scored, config, step=running.version, unscored=unscored, seconds=seconds)
-        self._recorder.event(result, key=f"evaluated:{running.version}:{self._returns}")
-        self._done.add(running.version)
+        event = self._recorder.event(result, key=f"evaluated:{running.version}:{self._history.returns}")
+        self._history.take(event)
         self._running = None
         self._close(running.open)
 
@@ -260,7 +252,7 @@ class Evaluation:
     def returned(self) -> None:
         """The run went back to a checkpoint: later policy versions are evaluated again."""
         self.cancel()
-        self._done, self._returns = {v for v in self._done if v <= self._loop.step}, self._returns + 1
+        self._history.discard_after(self._loop.step)
 
     def _close(self, groups: Iterable[GroupId]) -> None:
         for group in groups:

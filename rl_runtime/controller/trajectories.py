@@ -3,8 +3,9 @@
 Holds invariants Tokens are kept and Proof before service (docs/invariants.md).
 
 A group (all samples of one prompt) is generating -> finished -> scored -> assigned, and is closed when it was trained
-or dropped. A held-out group is generating -> finished -> evaluated, and is closed with its evaluation. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
-in the table. Tokens are taken only up to the policy version that the engine has proven. A request may be a *window* of
+or dropped; a held-out one is generating -> finished -> evaluated, and is closed with its evaluation. The requests of a
+group live on one engine at a time; when that engine is lost they continue elsewhere from the tokens in the table.
+Tokens are taken only up to the policy version that the engine has proven. A request may be a *window* of
 an answer: earlier windows' tokens precede its own (`first_fresh`), and if its limit cuts the answer
 (`EndReason.TRUNCATED`), the next window continues it. A cut window has no reward yet and can be trained on at once. An
 engine keeps tokens until they are acknowledged, which happens when the group is closed and an engine has the next

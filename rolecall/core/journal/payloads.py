@@ -272,12 +272,12 @@ class DatasetProgress:
     @property
     def epoch(self) -> int:
         """From 0."""
-        return self.rows_seen // self.rows
+        return self.rows_seen // max(1, self.rows)
 
     @property
     def epoch_share(self) -> float:
         """Of the running epoch, 0 to 1."""
-        return self.rows_seen % self.rows / self.rows
+        return self.rows_seen / max(1, self.rows) - self.epoch
 
 
 @_event(K.STEP_COMMITTED, CONTROLLER)

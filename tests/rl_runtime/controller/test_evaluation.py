@@ -11,13 +11,13 @@ import pytest
 from rolecall.core.config.data import EvaluationConfig
 from rolecall.core.errors import RewardFailed
 from rolecall.core.ids import GroupId
+from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import Ledger
 from rolecall.core.journal.payloads import EvaluationFinished, Payload, StepInterrupted
 from rolecall.rl_runtime.controller.evaluation import (
     LATE,
     REQUESTS_AT_ONCE,
-    evaluated_versions,
     held_out_seed,
     interval,
     pass_at,
@@ -120,7 +120,7 @@ def test_a_successor_continues_an_evaluation_with_the_tokens_that_engines_hold(t
     world = World(job(), tmp_path, 1, answers=ScriptedResponses(longest=120), deaths=[130])
     world.run()
     assert len(world.controllers) == 2
-    assert [r["step"] for r in results(world)][0] == 0
+    assert results(world)[0]["step"] == 0
     world.check()
 
 
@@ -258,10 +258,15 @@ def test_versions_of_a_discarded_policy_count_as_not_evaluated() -> None:
     def interrupted(step: int, attempt: int) -> Event:
         return _event(StepInterrupted(step=step, epoch=1, because="", lost=(), attempt=attempt))
 
-    events = [finished(0), finished(5), finished(10), interrupted(11, 1)]
-    assert evaluated_versions(events) == ({0, 5, 10}, 0)
-    assert evaluated_versions([*events, interrupted(7, 0)]) == ({0, 5}, 1)
-    assert evaluated_versions([*events, interrupted(7, 0), finished(10)]) == ({0, 5, 10}, 1)
+    history = EvaluationHistory()
+    for event in (finished(0), finished(5), finished(10), interrupted(11, 1)):
+        history.take(event)
+    assert (set(history.by_step), history.returns) == ({0, 5, 10}, 0)
+    history.take(interrupted(7, 0))
+    assert (set(history.by_step), history.returns) == ({0, 5}, 1)
+    history.take(finished(10))
+    assert [p.result.step for p in history.points()] == [0, 5, 10]
+    assert history.newest == history.by_step[10]
 
 
 def test_ids_of_held_out_groups() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.evaluations import EvaluationHistory, EvaluationPoint
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import DatasetProgress, IncidentOpened, StepCommitted
+from rolecall.core.journal.payloads import DatasetProgress, EvaluationFinished, IncidentOpened, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss
@@ -155,6 +155,8 @@ class RunTrendsProjection:
             if found is not None:
                 self.steps.setdefault(event.incident_id, found)
         self.ettr.take(event)
+        if isinstance(event.payload, EvaluationFinished) and not 0 <= event.payload.step <= STEP_MAX:
+            raise ValueError(f"invalid step {str(event.payload.step)[:30]}")
         self.evaluations.take(event)
         if event.kind not in ROUTINE:
             self.recent.append(event)

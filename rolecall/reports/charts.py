@@ -246,7 +246,7 @@ def evaluation_chart(report: Mapping[str, Any]) -> str:
     y = _value("reward", (low, high if high > low else low + 1.0), 4)
     x, data = _time(report), layer(rows)
     curve = alt.layer(
-        data.mark_rule(color="var(--accent)", strokeWidth=1.5, opacity=0.5).encode(
+        data.mark_rule(color="var(--accent)", strokeWidth=3, opacity=0.4).encode(
             x=x, y=_value("low", (low, high if high > low else low + 1.0), 4), y2="high:Q"
         ),
         data.mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=x, y=y),

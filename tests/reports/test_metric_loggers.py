@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing import event_accumulator
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig, parse_job
@@ -186,14 +187,13 @@ def test_a_tool_that_fails_is_one_warning_and_the_others_continue(
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = Run(tmp_path, tensorboard=True)
     run.journal.append(evaluation(0, reward=0.125))
     run.journal.append(step(0))
     run.journal.append(step(1, reward=None))
     run.journal.append(RunEnded(outcome="completed", because=""))
     run.follow()
-    found = accumulators.EventAccumulator(str(run.dir.path / "tensorboard"))
+    found = event_accumulator.EventAccumulator(str(run.dir.path / "tensorboard"))
     found.Reload()
     assert [(s.step, s.value) for s in found.Scalars("evaluation/reward")] == [(0, 0.125)]
     assert [(s.step, s.value) for s in found.Scalars("train/loss")] == [(1, 0.5), (2, 0.5)]

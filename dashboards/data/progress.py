@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.evaluations import EvaluationHistory, EvaluationPoint
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import IncidentOpened, StepCommitted
+from rolecall.core.journal.payloads import DatasetProgress, EvaluationFinished, IncidentOpened, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss
@@ -26,7 +27,7 @@ COMMITS_KEPT = 4096
 _K = EventKind
 ROUTINE = frozenset(
     {_K.STEP_COMMITTED, _K.WEIGHTS_ADMITTED, _K.CHECKPOINT_WRITTEN, _K.MICROBATCH_RECOMPUTED, _K.MICROBATCH_COMPARED}
-    | {_K.REWARDS_COMPARED, _K.INCIDENT_UPDATED}
+    | {_K.REWARDS_COMPARED, _K.INCIDENT_UPDATED, _K.EVALUATION_FINISHED}
 )
 """Kinds that a healthy run writes all the time, or that repeat an incident."""
 
@@ -59,6 +60,9 @@ class RunTrends:
     """Trends as shown. `account` is None until training has started and the whole journal has been read."""
 
     curve: tuple[Bucket, ...] = ()
+    evaluations: tuple[EvaluationPoint, ...] = ()
+    dataset: DatasetProgress | None = None
+    """At the newest step."""
     account: EttrAccount | None = None
     recent: tuple[Event, ...] = ()
     """The newest events that are not `ROUTINE`, newest last."""
@@ -137,17 +141,23 @@ class RunTrendsProjection:
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=COMMITS_KEPT))
     steps: dict[str, int] = field(default_factory=dict)
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    dataset: DatasetProgress | None = None
 
     def take(self, event: Event) -> None:
         """Raises ValueError: a step that no run reaches."""
         if isinstance(event.payload, StepCommitted):
             self.curve.add(_bucket(event.payload, event.wall_at))
             self.commits.append((event.wall_at, event.payload.step))
+            self.dataset = event.payload.dataset
         elif isinstance(event.payload, IncidentOpened) and event.incident_id:
             found = step_at(self.commits, event.payload.diagnosis.onset)
             if found is not None:
                 self.steps.setdefault(event.incident_id, found)
         self.ettr.take(event)
+        if isinstance(event.payload, EvaluationFinished) and not 0 <= event.payload.step <= STEP_MAX:
+            raise ValueError(f"invalid step {str(event.payload.step)[:30]}")
+        self.evaluations.take(event)
         if event.kind not in ROUTINE:
             self.recent.append(event)
 
@@ -161,6 +171,8 @@ class RunTrendsProjection:
         account = ettr.account(now, watched=watched) if whole else None
         return RunTrends(
             curve=self.curve.points(),
+            evaluations=self.evaluations.points(),
+            dataset=self.dataset,
             account=account,
             recent=tuple(self.recent),
             still_open=ettr.open_losses(),

@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
-from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
+from rolecall.core.journal.payloads import EvaluationFinished, IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import in_words
@@ -57,6 +57,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         fleet = fleet_view(desired, journal.current())
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
+        evaluated = journal.last(K.EVALUATION_FINISHED)
         started, ended = journal.last(K.RUN_STARTED), journal.last(K.RUN_ENDED)
     state = _watch_state(lease, now)
     since = now - HOUR_SECONDS
@@ -74,6 +75,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         "paused": paused,
         "stopping": stopping,
         "ended": projection.ended,
+        "evaluation": evaluated.as_(EvaluationFinished).to_body() if evaluated else None,
         "evictions_last_hour": len(recent),
         "quarantined_nodes": {
             n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(quarantined.items())

@@ -78,6 +78,8 @@ class SamplerState:
     """Accepted by dynamic sampling, not assigned to a step yet."""
     filtered: dict[GroupId, tuple[int, GroupSignal]] = field(default_factory=dict)
     """Group -> (step being formed, verdict), since the newest assigned step. Includes groups taken to fill a batch."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups dropped, by the first part of the reason: `filtered`, `stale`, `prompt too long`, `reward_failed`, ..."""
     origin: Callable[[int], str] = field(default=no_origin, compare=False)
     """What an ISSUED line says of a prompt beside its seed."""
 
@@ -106,6 +108,8 @@ class SamplerState:
             self.accepted.add(group)
         else:
             self.accepted.discard(group)
+        if state is GroupState.DROPPED:
+            self.dropped[reason.partition(":")[0]] += 1
         match state:
             case GroupState.ISSUED:
                 number = group_number(group)

@@ -53,6 +53,13 @@ class PromptSource(Protocol):
 
     def origin(self, number: int) -> str: ...
 
+    @property
+    def num_rows(self) -> int: ...
+
+    def held_out(self, number: int) -> Prompt: ...
+
+    def num_held_out(self, wanted: int | None) -> int: ...
+
 
 class BatchAssembler:
     """Issues groups, drops them, and assigns them to steps."""
@@ -130,7 +137,7 @@ class BatchAssembler:
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
         # Groups of late engines and filtered ones will hardly be trained, and delay no others.
-        ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED]
+        ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED and not g.is_held_out]
         placed = place_groups(
             self._loop,
             chain(waiting, map(group_id, count(self._recorder.sampler.cursor))),

@@ -19,11 +19,13 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, NothingScored, RolecallError, SamplerMismatch
+from rolecall.core.ids import GroupId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.core.journal.payloads import (
     ChainHead,
     CheckpointWritten,
+    DatasetProgress,
     RequestsReassigned,
     StepCommitted,
     StepInterrupted,
@@ -35,6 +37,7 @@ from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
+from rolecall.rl_runtime.controller.evaluation import Evaluation
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
 from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring, scoring_limits, turn_limits
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
@@ -52,6 +55,7 @@ from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_re
 from rolecall.rl_runtime.protocol.clients import Connect, within
 from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
+from rolecall.rl_runtime.tasks.task import is_held_out
 from rolecall.rl_runtime.weights.proof import ProofVerifier
 
 logger = logging.getLogger(__name__)
@@ -99,6 +103,7 @@ class Controller:
         """
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
+        self._num_rows = source.num_rows
         self.state = LoopState(num_steps=job.num_steps)
         self.recorder = RunRecorder(
             journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed, origin=source.origin
@@ -137,7 +142,7 @@ class Controller:
             connect=connect,
             tasks=tasks,
             on_scored=self._on_scored,
-            give_up=self.batches.give_up,
+            give_up=self._give_up,
             check=RewardCheck(
                 seed=job.seed,
                 share=job.runtime.reward_check_share,
@@ -148,6 +153,15 @@ class Controller:
             limits=scoring_limits(job),
             turns=turn_limits(job),
             on_observed=self._on_observed,
+        )
+        self.evaluation = Evaluation(
+            job=job,
+            loop=self.state,
+            recorder=recorder,
+            table=table,
+            pool=self.rollouts,
+            source=source,
+            clock=clock,
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)
@@ -166,7 +180,14 @@ class Controller:
     def _on_scored(self) -> None:
         """Replaces groups without a learning signal at once, also while a step is trained."""
         self.batches.classify_rewards()
+        self.evaluation.turn()
         self._wake.set()
+
+    def _give_up(self, group: GroupId, reason: str) -> None:
+        if is_held_out(group):
+            self.evaluation.give_up(group, reason)
+        else:
+            self.batches.give_up(group, reason)
 
     async def run(self) -> RunOutcome | None:
         """Runs until the run ends and writes the flag `done` last; None when another controller took over.
@@ -224,6 +245,7 @@ class Controller:
                 self._wake.set()
             if not self.state.stop_because:
                 self.batches.issue()
+                self.evaluation.turn()
             reporter.progress(1)
             reporter.update(epoch=self.recorder.epoch, requests_active=len(self.table.groups))
             await asyncio.sleep(SYNC_SECONDS)
@@ -232,6 +254,7 @@ class Controller:
         """Starts or takes over, then runs step after step."""
         await self._begin()
         while True:
+            self.state.evaluating = self.evaluation.is_missing
             decision = next_step(self.state, self.trainers.changes())
             self.state.last_decision = f"{decision.action}: {decision.because}"
             if decision.action is not LoopAction.FORM:
@@ -250,6 +273,9 @@ class Controller:
                         await self._train()
                     case LoopAction.FORM:
                         await self._form_step()
+                    case LoopAction.EVALUATE:
+                        self.evaluation.turn()
+                        await set_or_timeout(self._wake, TURN_SECONDS)
             except NoTrainerLeft as e:
                 await self._recover(str(e))
 
@@ -274,6 +300,7 @@ class Controller:
         self.state.plan = None
         await self._publish()
         self.batches.issue()
+        self.evaluation.turn()
         if self.state.step % self.job.checkpoint.every_steps == 0:
             await self._checkpoint()
 
@@ -314,7 +341,9 @@ class Controller:
 
     async def _adopt(self) -> None:
         """Takes over the requests that engines hold; engines drop those that are not needed."""
-        for key, requests in sorted((await self.rollouts.held_requests()).items()):
+        held_requests = await self.rollouts.held_requests()
+        self.evaluation.resume(request.group_id for held in held_requests.values() for request, _ in held)
+        for key, requests in sorted(held_requests.items()):
             engine = self.rollouts.engines.get(key)
             if engine is not None:
                 self.table.adopt(key, requests, engine.version)
@@ -370,6 +399,7 @@ class Controller:
             ledger=commit.ledger,
             versions={e.key[0]: e.version for e in self.rollouts.engines.values()},
             log_ratios=result.log_ratios if result else {},
+            dataset=self._dataset_progress(),
         )
         self.recorder.event(step, key=f"committed:{commit.step}:{commit.epoch}")
         alarm = LOG_RATIO_ALARMS[self.job.model.dtype]
@@ -385,6 +415,12 @@ class Controller:
         reporter.update(policy_version=commit.policy_version, reward=reward, loss=result.loss if result else None)
         if self.job.algorithm.dynamic_sampling:
             reporter.health(filtered_fraction=health["filtered_fraction"])  # the other metrics come from the trainers
+
+    def _dataset_progress(self) -> DatasetProgress | None:
+        sampler = self.recorder.sampler
+        if not self._num_rows:
+            return None
+        return DatasetProgress(rows=self._num_rows, rows_seen=sampler.cursor, dropped=dict(sampler.dropped))
 
     async def _publish(self) -> None:
         """Offers the trainers' version to all rollouts."""
@@ -418,6 +454,7 @@ class Controller:
             return
         # Engines first: if the controller dies here, tokens of the discarded policy must not return.
         self.state.step, self.state.plan = step + 1, None
+        self.evaluation.returned()
         self.rollouts.demote(f"went back to policy version {self.state.step}")
         self.table.truncate_after(self.state.step)
         if plan is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
 from rolecall.core.journal.payloads import (
@@ -81,9 +82,9 @@ class RunRecorder:
             raise ControllerSuperseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
         return fleet
 
-    def event(self, payload: Payload, key: str | None = None) -> None:
+    def event(self, payload: Payload, key: str | None = None) -> Event:
         self.check()
-        self.journal.append(payload, key=key)
+        return self.journal.append(payload, key=key)
 
     def set_state(
         self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1

@@ -27,6 +27,7 @@ from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, O
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.tasks.task import is_held_out
 from rolecall.rl_runtime.tasks.user_process import START_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -282,7 +283,8 @@ class RewardScoring:
                     self._table.score(sent.group_id, rewards)
                 self._failed_at.pop(sent.group_id, None)
                 self._losses.pop(sent.group_id, None)
-            self._dropped = 0
+            if not all(is_held_out(g) for g in ids):
+                self._dropped = 0
             self._on_scored()
         finally:
             self._under_way.difference_update(ids)
@@ -348,7 +350,7 @@ class RewardScoring:
         self._losses.pop(group_id, None)
         if group_id in self._table.groups:
             self._give_up(group_id, reason)
-            self._dropped += 1
+            self._dropped += not is_held_out(group_id)
             if self._dropped >= DROPPED_MAX:
                 raise NothingScored(groups=self._dropped, last=reason)
 

@@ -81,6 +81,8 @@ class LoopState:
     """The rollouts were offered the newest policy version."""
     publish_failed: bool = False
     """The last attempt found no trainer that could name the holders of the newest version."""
+    evaluating: bool = False
+    """The newest policy version, if it is the last one, is still to be evaluated."""
     full_since: float | None = None
     """Time since which there are enough groups for the step being formed."""
     last_decision: str = ""
@@ -97,6 +99,7 @@ class LoopAction(StrEnum):
     PUBLISH = "publish"  # offer the newest policy version to the rollouts
     TRAIN = "train"  # run the planned step
     FORM = "form"  # choose the groups of the next step
+    EVALUATE = "evaluate"  # wait for the evaluation of the last policy version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
     """The loop's next action. Membership comes before weights, and weights before the next step."""
     if loop.stop_because:
         return LoopDecision(action=LoopAction.FINISH, because=loop.stop_because)
-    if loop.plan is None and not loop.wants_more:
+    if loop.plan is None and not loop.wants_more and not loop.evaluating:
         return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
     if trainers.lost or trainers.joining:
         return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
@@ -131,6 +134,8 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
         return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")
     if loop.plan is not None:
         return LoopDecision(action=LoopAction.TRAIN, because=f"step {loop.plan.step} is assigned and not committed")
+    if not loop.wants_more:
+        return LoopDecision(action=LoopAction.EVALUATE, because=f"policy version {loop.step} is being evaluated")
     return LoopDecision(action=LoopAction.FORM, because=f"step {loop.step} has no groups yet")
 
 

@@ -3,8 +3,9 @@
 Holds invariants Tokens are kept and Proof before service (docs/invariants.md).
 
 A group (all samples of one prompt) is generating -> finished -> scored -> assigned, and is closed when it was trained
-or dropped. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
-in the table. Tokens are taken only up to the policy version that the engine has proven. A request may be a *window* of
+or dropped; a held-out one is generating -> finished -> evaluated, and is closed with its evaluation. The requests of a
+group live on one engine at a time; when that engine is lost they continue elsewhere from the tokens in the table.
+Tokens are taken only up to the policy version that the engine has proven. A request may be a *window* of
 an answer: earlier windows' tokens precede its own (`first_fresh`), and if its limit cuts the answer
 (`EndReason.TRUNCATED`), the next window continues it. A cut window has no reward yet and can be trained on at once. An
 engine keeps tokens until they are acknowledged, which happens when the group is closed and an engine has the next
@@ -35,7 +36,7 @@ from rolecall.rl_runtime.protocol.messages import (
     TrainingSample,
     num_generated,
 )
-from rolecall.rl_runtime.tasks.task import group_number
+from rolecall.rl_runtime.tasks.task import group_number, is_held_out
 
 EngineKey = tuple[ReplicaId, int]
 """(replica, incarnation): a replacement is a different engine."""
@@ -48,6 +49,7 @@ class GroupPhase(StrEnum):
     ACCEPTED = "accepted"  # dynamic sampling: it has a learning signal
     FILTERED = "filtered"  # dynamic sampling: no learning signal; reserved for a batch that cannot be filled otherwise
     ASSIGNED = "assigned"  # part of the running step
+    EVALUATED = "evaluated"  # held out: its rewards are known
 
 
 UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPTED, GroupPhase.FILTERED})
@@ -205,6 +207,11 @@ class OpenGroup:
     """Has no tokens, or none of its own, and no engine; placed on an engine in order."""
     followed: bool = False
     """A window whose end is final: the next one is in the ledger."""
+
+    @property
+    def is_held_out(self) -> bool:
+        """Of an evaluation: never trained on."""
+        return is_held_out(self.group_id)
 
     @property
     def first_fresh(self) -> int:
@@ -468,12 +475,17 @@ class TrajectoryTable:
 
     def _inherit(self, engine: EngineKey, request: GenerationRequest, chunk: TokenChunk, proven_version: int) -> bool:
         """Whether an engine holds a closed window that provides the context of a later one without one."""
+        if is_held_out(request.group_id):
+            return False
         number = group_number(request.group_id)
         proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
         later = (
             t
             for t in self._by_request.values()
-            if group_number(t.request.group_id) == number and t.engine is None and not t.tokens
+            if not is_held_out(t.request.group_id)
+            and group_number(t.request.group_id) == number
+            and t.engine is None
+            and not t.tokens
         )
         successor = max((t for t in later if 0 < t.first_fresh <= proven), key=lambda t: t.first_fresh, default=None)
         if successor is None:
@@ -486,7 +498,8 @@ class TrajectoryTable:
 
     def cut(self, engine: EngineKey) -> ReassignedRequests:
         """Cuts an engine's unfinished requests that have own tokens and need not reach a next window."""
-        open_ended = (t for t in self._unfinished_on(engine) if not self.groups[t.request.group_id].followed)
+        groups = ((t, self.groups[t.request.group_id]) for t in self._unfinished_on(engine))
+        open_ended = (t for t, group in groups if not (group.followed or group.is_held_out))
         leaving = [t for t in open_ended if len(t.tokens) > t.first_fresh]
         for t in leaving:
             t.cut()
@@ -538,7 +551,8 @@ class TrajectoryTable:
     def score(self, group_id: GroupId, rewards: Sequence[float]) -> None:
         group = self.groups[group_id]
         assert group.phase is GroupPhase.FINISHED and len(rewards) == len(group.trajectories)
-        group.rewards, group.phase = tuple(rewards), GroupPhase.SCORED
+        group.rewards = tuple(rewards)
+        group.phase = GroupPhase.EVALUATED if group.is_held_out else GroupPhase.SCORED
 
     def judge(self, group_ids: Iterable[GroupId], phase: GroupPhase) -> None:
         """Records the verdict of dynamic sampling on scored groups: accepted or reserved."""
@@ -569,14 +583,17 @@ class TrajectoryTable:
         return [
             g
             for g in sorted(self.groups.values(), key=lambda g: g.group_id)
-            if g.phase in UNTRAINED and g.version_max is not None and step - g.version_max > staleness_max
+            if g.phase in UNTRAINED
+            and not g.is_held_out
+            and g.version_max is not None
+            and step - g.version_max > staleness_max
         ]
 
     def waiting(self, proven: Mapping[EngineKey, int]) -> dict[GroupId, int]:
         """Newest version that each group has or, if unfinished, will get from its engine (`proven`)."""
         found: dict[GroupId, int] = {}
         for group in self.groups.values():
-            if group.phase not in (GroupPhase.ASSIGNED, GroupPhase.FILTERED):
+            if group.phase not in (GroupPhase.ASSIGNED, GroupPhase.FILTERED) and not group.is_held_out:
                 coming = (proven.get(t.engine) for t in group.trajectories if t.engine is not None and not t.finished)
                 if known := [v for v in (group.version_max, *coming) if v is not None]:
                     found[group.group_id] = max(known)

@@ -95,7 +95,7 @@ def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[Op
     """
     ready: list[GroupId] = []
     void: list[OpenGroup] = []
-    first = {g.group_id for g in table.groups.values() if g.waits and not g.first_fresh}
+    first = {g.group_id for g in table.groups.values() if g.waits and not g.first_fresh and not g.is_held_out}
     for windows in _answers(table):
         _pass_context(windows)
         for before, window in pairwise((None, *windows)):
@@ -126,7 +126,7 @@ def _answers(table: TrajectoryTable) -> Iterator[list[OpenGroup]]:
     numbers = {group_number(g.group_id) for g in table.groups.values() if g.first_fresh}
     found: defaultdict[int, list[OpenGroup]] = defaultdict(list)
     for group in table.groups.values():
-        if group_number(group.group_id) in numbers:
+        if not group.is_held_out and group_number(group.group_id) in numbers:
             found[group_number(group.group_id)].append(group)
     for _, windows in sorted(found.items()):
         yield sorted(windows, key=lambda g: g.first_fresh)

@@ -40,6 +40,7 @@ class GenerationRequest:
     prefix_tokens: tuple[int, ...] = ()
     prefix_logprobs: tuple[float, ...] = ()
     prefix_versions: tuple[int, ...] = ()
+    temperature: float | None = None  # None: the job's sampling; 0: greedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

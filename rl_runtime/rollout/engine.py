@@ -146,13 +146,16 @@ class VllmEngine:
         self._rpc("rolecall_prepare")
         gc.freeze()
 
-    def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
-        """Queues a request. Samples as the settings say, with a per-request generator."""
+    def add(
+        self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int, temperature: float | None = None
+    ) -> None:
+        """Queues a request. Samples as the settings say, with a per-request generator. `temperature`: in place of
+        theirs; 0: greedy."""
         sampling = self.settings.sampling
         # Only a stop text needs the answer as text.
         stops = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
         parameters = _sampling(
-            temperature=sampling.temperature,
+            temperature=sampling.temperature if temperature is None else temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             detokenize=bool(sampling.stop),

@@ -191,6 +191,7 @@ class RolloutReplica:
                     tokens,
                     num_new_max=request.max_response_tokens - len(request.prefix_tokens),
                     seed=seed,
+                    temperature=request.temperature,
                 )
             except ValueError:
                 # Checked when accepted, so an internal error: dropped here, its owner reassigns it.

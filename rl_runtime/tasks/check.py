@@ -4,12 +4,13 @@ In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because t
 and stay in memory.
 """
 
+import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psutil
 
@@ -30,6 +31,8 @@ DRAFT_BYTES: Final = {"float32": 12, "bfloat16": 14}
 a parameter as given, and merged."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
+HELD_OUT_REQUESTS_MAX, HELD_OUT_TOKENS_MAX = 2048, 2_000_000
+"""Of one evaluation: half of what one engine holds at most (`token_buffer.py`), since one may have to hold all."""
 
 
 def checked(job: JobConfig) -> JobConfig:
@@ -39,7 +42,9 @@ def checked(job: JobConfig) -> JobConfig:
         ConfigError: all problems, each `path: reason`.
         DeadlineExceeded: the check takes too long.
     """
+    _check_loggers(job)
     if job.model.path is None:
+        _check_evaluation_size(job)
         return job
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
@@ -57,25 +62,42 @@ def checked(job: JobConfig) -> JobConfig:
         raise ConfigError(answer["problems"])
     if job.data is None:
         return job
-    data = job.data.model_copy(update={"fingerprint": answer["fingerprint"]})
-    return job.model_copy(update={"data": data})
+    changes: dict[str, Any] = {"data": job.data.model_copy(update={"fingerprint": answer["fingerprint"]})}
+    if job.evaluation is not None:
+        changes["evaluation"] = job.evaluation.model_copy(update={"fingerprint": answer["held_out_fingerprint"]})
+    return job.model_copy(update=changes)
 
 
-def problems_of(job: JobConfig) -> tuple[list[str], str]:
-    """(each `path: reason`, the dataset's fingerprint)."""
+def _check_loggers(job: JobConfig) -> None:
+    problems = [
+        f"logging.{name}: package {name} is not installed: pip install {name}"
+        for name in job.logging.names
+        if importlib.util.find_spec(name) is None
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
+    """(each `path: reason`, fingerprints of the dataset and of the held-out one)."""
     problems: list[str] = []
-    fingerprint = ""
+    fingerprints = None
     if job.data is not None:
-        fingerprint = _collected(lambda: _check_data(job), problems)
+        fingerprints = _collected(lambda: _check_data(job), problems)
         _collected(lambda: _check_reward(job), problems)
         _collected(lambda: _check_environment(job), problems)
+    else:
+        _collected(lambda: _check_evaluation_size(job), problems)
     _collected(lambda: _check_model(job), problems)
     _collected(lambda: _check_layers(job), problems)
     _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
-    return problems, fingerprint
+    return problems, fingerprints or ("", "")
 
 
-def _collected(check: Callable[[], str], problems: list[str]) -> str:
+T = TypeVar("T")
+
+
+def _collected(check: Callable[[], T], problems: list[str]) -> T | None:
     try:
         return check()
     except ConfigError as e:
@@ -83,17 +105,45 @@ def _collected(check: Callable[[], str], problems: list[str]) -> str:
     except RewardFailed as e:
         setting = "environment.factory" if isinstance(e, EnvironmentFailed) else "reward.function"
         problems.append(f"{setting}: {e.because}")
-    return ""
+    return None
 
 
-def _check_data(job: JobConfig) -> str:
+def _check_data(job: JobConfig) -> tuple[str, str]:
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
     from rolecall.rl_runtime.tasks.reward_worker import task_of
 
     task = task_of(job)
     assert isinstance(task, DatasetTask)
     task.check(ROWS_CHECKED)
-    return task.fingerprint
+    if job.evaluation is not None:
+        _check_held_out(job, task.fingerprint, task.held_out_fingerprint)
+        _check_evaluation_size(job, task.num_held_out(job.evaluation.num_prompts))
+    return task.fingerprint, task.held_out_fingerprint
+
+
+def _check_held_out(job: JobConfig, trained: str, held_out: str) -> None:
+    """Equal files may have different paths."""
+    assert job.data is not None and job.evaluation is not None
+    given = job.evaluation.held_out(job.data)
+    if trained == held_out and (given.split == job.data.split or not Path(job.data.path).is_dir()):
+        raise ConfigError(["evaluation.path: these prompts are trained on: its files are those of data.path"])
+
+
+def _check_evaluation_size(job: JobConfig, prompts: int = 0) -> None:
+    """`prompts`: of a dataset; 0: a built-in task has as many as are asked for.
+
+    Raises:
+        ConfigError: an evaluation has more requests or tokens than one engine can hold.
+    """
+    if job.evaluation is None:
+        return
+    prompts = prompts or job.evaluation.num_prompts or 0
+    requests = prompts * job.evaluation.samples
+    tokens = requests * (job.evaluation.max_response_tokens or job.max_response_tokens)
+    for num, limit, of in ((requests, HELD_OUT_REQUESTS_MAX, "requests"), (tokens, HELD_OUT_TOKENS_MAX, "tokens")):
+        if num > limit:
+            what = f"{prompts} prompts x {job.evaluation.samples} samples are up to {num:,} {of}"
+            raise ConfigError([f"evaluation.num_prompts: {what}, at most {limit:,}"])
 
 
 def _check_reward(job: JobConfig) -> str:
@@ -223,8 +273,9 @@ def _num_parameters(folder: Path) -> int:
 
 
 def main() -> int:
-    problems, fingerprint = problems_of(parse_job(json.load(sys.stdin)))
-    print(json.dumps({"problems": problems, "fingerprint": fingerprint}), flush=True)
+    problems, (fingerprint, held_out) = problems_of(parse_job(json.load(sys.stdin)))
+    found = {"problems": problems, "fingerprint": fingerprint, "held_out_fingerprint": held_out}
+    print(json.dumps(found), flush=True)
     return 0
 
 

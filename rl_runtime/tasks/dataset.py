@@ -44,8 +44,9 @@ class _Records(Protocol):
 class Dataset:
     """The rows of `data`, by number. Use `open_dataset`."""
 
-    def __init__(self, config: DataConfig, records: _Records, fingerprint: str) -> None:
-        self._config, self._records, self.fingerprint = config, records, fingerprint
+    def __init__(self, config: DataConfig, records: _Records, fingerprint: str, section: str = "data") -> None:
+        """`section`: of the job file, for errors."""
+        self._config, self._records, self.fingerprint, self._section = config, records, fingerprint, section
 
     def __len__(self) -> int:
         return len(self._records)
@@ -57,7 +58,9 @@ class Dataset:
         missing = [c for c in columns if c not in record]
         if missing:
             has = ", ".join(map(repr, record))
-            raise ConfigError([f"data: row {number} has no column {missing[0]!r}; it has {has}"], config.path)
+            raise ConfigError(
+                [f"{self._section}: row {number} has no column {missing[0]!r}; it has {has}"], config.path
+            )
         return Row(
             number=number,
             prompt=self._prompt(number, record[config.prompt]),
@@ -71,19 +74,27 @@ class Dataset:
         if isinstance(value, Sequence) and value and all(_is_message(m) for m in value):
             return tuple({"role": m["role"], "content": m["content"]} for m in value)
         expected = "a text, or a list of messages with `role` and `content`"
-        raise ConfigError([f"data.prompt: row {number}: {value!r:.60} is not {expected}"], self._config.path)
+        raise ConfigError([f"{self._section}.prompt: row {number}: {value!r:.60} is not {expected}"], self._config.path)
 
 
 def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def open_dataset(config: DataConfig) -> Dataset:
-    """The dataset, once its files are found to be those of `config.fingerprint`.
+def open_dataset(config: DataConfig, section: str = "data") -> Dataset:
+    """The dataset, once its files are found to be those of `config.fingerprint`. `section`: see `Dataset`.
 
     Raises:
         ConfigError: it cannot be read, is empty, lacks a column, or has another fingerprint.
     """
+    try:
+        return _opened(config, section)
+    except ConfigError as e:
+        problems = [p.replace("data", section, 1) if p.startswith("data") else p for p in e.problems]
+        raise ConfigError(problems, e.source) from e
+
+
+def _opened(config: DataConfig, section: str) -> Dataset:
     path = Path(config.path)
     try:
         fingerprint = fingerprint_of(path)
@@ -92,7 +103,7 @@ def open_dataset(config: DataConfig) -> Dataset:
     if config.fingerprint is not None and fingerprint != config.fingerprint:
         because = f"the files have changed: fingerprint {fingerprint[:12]}, and the run began with"
         raise ConfigError([f"data.path: {because} {config.fingerprint[:12]}"], config.path)
-    dataset = Dataset(config, _records(path, config), fingerprint)
+    dataset = Dataset(config, _records(path, config), fingerprint, section)
     if not len(dataset):
         raise ConfigError(["data.path: it has no rows"], config.path)
     dataset.row(0)  # a missing column is found before anything starts

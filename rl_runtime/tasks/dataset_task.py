@@ -5,10 +5,10 @@ from pathlib import Path
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.protocol.messages import PromptGroup
-from rolecall.rl_runtime.tasks.dataset import Row, open_dataset, row_of
+from rolecall.rl_runtime.tasks.dataset import Dataset, Row, open_dataset, row_of
 from rolecall.rl_runtime.tasks.rewards.functions import Answer
 from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
-from rolecall.rl_runtime.tasks.task import Prompt, Task, group_id, group_number
+from rolecall.rl_runtime.tasks.task import Prompt, Task, group_id, group_number, held_out_of, is_held_out
 from rolecall.rl_runtime.tasks.text import TextTokenizer
 
 NAME_CHARACTERS = 12
@@ -26,6 +26,8 @@ class DatasetTask(Task):
         self._data, self._dataset = job.data, open_dataset(job.data)
         self._tokenizer = TextTokenizer(Path(job.model.path))
         self._process = None if job.reward is None else RewardProcess(job.reward)
+        held_out = job.evaluation.held_out(job.data) if job.evaluation is not None else None
+        self._held_out = open_dataset(held_out, "evaluation") if held_out is not None else None
         super().__init__(self._tokenizer.vocab, job.seed, job.data.max_response_tokens)
 
     @property
@@ -33,17 +35,27 @@ class DatasetTask(Task):
         return self._dataset.fingerprint
 
     @property
+    def held_out_fingerprint(self) -> str:
+        """Empty without an evaluation."""
+        return self._held_out.fingerprint if self._held_out is not None else ""
+
+    @property
     def num_rows(self) -> int:
         return len(self._dataset)
 
+    def num_held_out(self, wanted: int | None) -> int:
+        num = len(self._held_out) if self._held_out is not None else 0
+        return num if wanted is None else min(num, wanted)
+
     def check(self, rows: int) -> None:
-        """Reads every row, and renders the first `rows` prompts.
+        """Reads every row, also the held-out ones, and renders the first `rows` prompts.
 
         Raises:
             ConfigError: the first row that cannot be used, or no prompt is short enough.
         """
-        for number in range(self.num_rows):
-            self._dataset.row(number)
+        for dataset in filter(None, (self._dataset, self._held_out)):
+            for number in range(len(dataset)):
+                dataset.row(number)
         lengths = [len(self._prompt_tokens(self._dataset.row(n))) for n in range(min(rows, self.num_rows))]
         longest = self._data.max_prompt_tokens
         if min(lengths) > longest:
@@ -51,9 +63,15 @@ class DatasetTask(Task):
             raise ConfigError([f"data.max_prompt_tokens: {none}, at most {longest}"])
 
     def prompt(self, number: int) -> Prompt:
-        row, _ = self._row_of(number)
+        return self._rendered(number, self._dataset, self._row_of(number)[0])
+
+    def held_out(self, number: int) -> Prompt:
+        assert self._held_out is not None, "the job has no evaluation"
+        return self._rendered(number, self._held_out, number)
+
+    def _rendered(self, number: int, dataset: Dataset, row: int) -> Prompt:
         try:
-            tokens = self._prompt_tokens(self._dataset.row(row))
+            tokens = self._prompt_tokens(dataset.row(row))
         except ConfigError:
             # Not the reason itself, which quotes the row: the ledger holds no text.
             return Prompt(group_id=group_id(number), tokens=(), unusable="the prompt of this row cannot be rendered")
@@ -79,6 +97,9 @@ class DatasetTask(Task):
         return self._process.score(answers)
 
     def _group_row(self, group: str) -> Row:
+        if is_held_out(group):
+            assert self._held_out is not None, "the job has no evaluation"
+            return self._held_out.row(held_out_of(group)[1])
         return self._dataset.row(self._row_of(group_number(group))[0])
 
     def _row_of(self, number: int) -> tuple[int, int]:

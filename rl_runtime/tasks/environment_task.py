@@ -16,7 +16,7 @@ from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, Conversat
 from rolecall.rl_runtime.tasks.dataset import Row
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.environments.process import NOT_DETERMINISTIC, EnvironmentProcess, Played, Script
-from rolecall.rl_runtime.tasks.task import group_id, group_number
+from rolecall.rl_runtime.tasks.task import group_id
 
 Tokens = tuple[int, ...]
 NOT_RENDERED: Final = "an observation cannot be rendered"
@@ -96,7 +96,7 @@ class EnvironmentTask(DatasetTask):
 
     def _seed(self, group: str) -> int:
         """The same in all samples of a group, and in every process."""
-        return random.Random(f"environment/{self.seed}/{group_number(group)}").randrange(2**31)
+        return random.Random(f"environment/{self.seed}/{group}").randrange(2**31)
 
     def _script(self, conversation: Conversation) -> Script:
         row = self._group_row(conversation.group_id)

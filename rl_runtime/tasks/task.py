@@ -70,6 +70,34 @@ def _parsed(group: str) -> tuple[int, int]:
     return number, start
 
 
+_HELD_OUT = re.compile(r"h(\d{8})-(\d{6})", re.ASCII)
+
+
+def held_out_id(version: int, number: int) -> GroupId:
+    """Of the held-out prompt `number` in the evaluation of policy `version`: `h00000020-000007`.
+
+    Behind the ids of training groups, which therefore come first where groups wait in the order of their ids.
+    """
+    return GroupId(f"h{version:08d}-{number:06d}")
+
+
+def is_held_out(group: str) -> bool:
+    """Whether it is a group of an evaluation: never in the ledger, never trained on."""
+    return group.startswith("h")
+
+
+def held_out_of(group: str) -> tuple[int, int]:
+    """`h00000020-000007` -> (version 20, prompt 7). Raises InvalidId: `group` does not have this format."""
+    found = _HELD_OUT.fullmatch(group)
+    if found is None:
+        raise InvalidId(what="held-out group", text=group)
+    return int(found[1]), int(found[2])
+
+
+HELD_OUT_START = 10**9
+"""Of a built-in task, held-out prompts are those from this number on, which no run reaches."""
+
+
 class Task(ABC):
     """Every process has the same prompt for a number."""
 
@@ -93,6 +121,20 @@ class Task(ABC):
     def origin(self, number: int) -> str:
         """What the ledger says of the prompt beside its seed; the same in every process."""
         return ""
+
+    @property
+    def num_rows(self) -> int:
+        """Of the dataset, which an epoch goes through once; 0: the prompts have no end."""
+        return 0
+
+    def held_out(self, number: int) -> Prompt:
+        """The prompt `number` of an evaluation, without an id of its own."""
+        return self.prompt(HELD_OUT_START + number)
+
+    def num_held_out(self, wanted: int | None) -> int:
+        """How many prompts an evaluation has. `wanted`: at most so many; None: all."""
+        assert wanted is not None, "checked by JobConfig"
+        return wanted
 
 
 class GeneratedTask(Task):

@@ -227,6 +227,34 @@ def reward_chart(report: Mapping[str, Any]) -> str:
     return render(layers, "reward over time", 210, top=6 + BADGE_ROW * (max(rows, default=-1) + 1))
 
 
+def evaluation_chart(report: Mapping[str, Any]) -> str:
+    """Held-out reward over time with its 95 % interval; empty without an evaluation that has a score."""
+    points = [e for e in report.get("evaluations", ()) if e["reward"] is not None]
+    if not points:
+        return ""
+    rows: Rows = [
+        {
+            "at": float(e["at"]),
+            "reward": float(e["reward"]),
+            "low": float(e["reward"] if e["reward_low"] is None else e["reward_low"]),
+            "high": float(e["reward"] if e["reward_high"] is None else e["reward_high"]),
+            "title": f"step {e['step']}: {e['reward']:.3f} on {e['prompts']} prompts",
+        }
+        for e in points
+    ]
+    low, high = min([0.0, *(r["low"] for r in rows)]), max(r["high"] for r in rows)
+    y = _value("reward", (low, high if high > low else low + 1.0), 4)
+    x, data = _time(report), layer(rows)
+    curve = alt.layer(
+        data.mark_rule(color="var(--accent)", strokeWidth=3, opacity=0.4).encode(
+            x=x, y=_value("low", (low, high if high > low else low + 1.0), 4), y2="high:Q"
+        ),
+        data.mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=x, y=y),
+        data.mark_circle(color="var(--accent)", size=40, opacity=1).encode(x=x, y=y, description="title:N"),
+    )
+    return render([*_bands(report, incident_markers(report)), curve], "held-out reward over time", 130)
+
+
 def policy_health_chart(report: Mapping[str, Any], metric: str, label: str) -> str:
     """A policy-health metric over time, from 0; empty where no step has it."""
     values = report["health"].get(metric) or []

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from rolecall.core.text import counted, escape, in_words, seconds
-from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
+from rolecall.reports.charts import evaluation_chart, key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
 
 Report = Mapping[str, Any]
@@ -141,6 +141,7 @@ def _charts(report: Report) -> str:
     )
     cards = (
         ("Reward", reward_chart(report), ""),
+        ("Reward on held-out prompts, with its 95 % interval", evaluation_chart(report), _evaluation(report)),
         *((title, policy_health_chart(report, metric, title), "") for metric, title in HEALTH_METRICS),
         ("Seconds from commit to commit", step_chart(report), ""),
         ("Replicas", lanes_chart(report), f'<ul class="legend">{legend}</ul>'),
@@ -278,6 +279,7 @@ def _audit(report: Report) -> str:
     rest = [
         *heads,
         ("anchors checked", audit["anchors"]),
+        *_dataset_rows(report),
         ("processes that kept their PID", pids["num_kept"]),
         ("targets of plans", ", ".join(pids["named"]) or "none"),
     ]
@@ -290,6 +292,33 @@ def _audit(report: Report) -> str:
         f'<div class="two"><div class="card"><table><tbody>{_rows(groups)}</tbody></table></div>'
         f'<div class="card"><table><tbody>{_rows(rest)}</tbody></table></div></div>'
     )
+
+
+def _dataset_rows(report: Report) -> list[tuple[str, object]]:
+    data = report.get("dataset")
+    if not data:
+        return []
+    of = f"epoch {data['epoch'] + 1}, {data['epoch_share']:.0%} of its {data['rows']:,} rows"
+    return [("rows of the dataset seen", f"{data['rows_seen']:,}"), ("progress in the dataset", of)]
+
+
+def _evaluation(report: Report) -> str:
+    text = evaluation_sentence(report)
+    return f'<p class="muted">{escape(text)}</p>' if text else ""
+
+
+def evaluation_sentence(report: Report) -> str:
+    """First and last evaluation, also on the terminal's summary; empty without any."""
+    points = [e for e in report.get("evaluations", ()) if e["reward"] is not None]
+    if not points:
+        return ""
+    last = points[-1]
+    passes = ", ".join(f"pass@{k} {share:.1%}" for k, share in last["pass_at"].items())
+    missing = "; ".join(f"{num} not scored: {reason}" for reason, num in last["unscored"].items())
+    within = "" if last["reward_low"] is None else f" ({last['reward_low']:.3f} to {last['reward_high']:.3f})"
+    change = f"from {points[0]['reward']:.3f} at step {points[0]['step']} to " if len(points) > 1 else ""
+    text = f"held-out reward {change}{last['reward']:.3f}{within} at step {last['step']}, {last['prompts']} prompts"
+    return "; ".join(filter(None, (text, passes, missing)))
 
 
 def _proofs(report: Report) -> str:

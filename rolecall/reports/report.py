@@ -18,6 +18,7 @@ from typing import Any
 from rolecall import __version__
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import CommandRefused, ConfigError, RolecallError, RunNotFound
+from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
@@ -32,6 +33,7 @@ from rolecall.core.journal.payloads import (
     ReplicaReady,
     RunEnded,
     RunStarted,
+    StepCommitted,
     WeightsRejected,
 )
 from rolecall.core.rundir import RunDir, write_atomically
@@ -258,6 +260,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         ],
         "steps": [s.to_dict(zero) for s in committed],
         "health": health(committed),
+        "evaluations": _evaluations(facts, zero),
+        "dataset": _dataset(facts),
         "lanes": [life.to_dict(zero) for life in facts.known.values()],
         "epochs": [
             {"epoch": e.payload.epoch, "at": round(e.wall_at - zero, 3), "because": e.payload.because}
@@ -358,6 +362,22 @@ def _effective(
         "ettr_with_start": ratio(zero),
         "ettr_baseline": baseline.get("ettr") if baseline else None,
     }
+
+
+def _evaluations(facts: Facts, zero: float) -> list[dict[str, Any]]:
+    history = EvaluationHistory()
+    for event in facts.events:
+        history.take(event)
+    return [{"at": round(p.at - zero, 3), **p.result.to_body()} for p in history.points()]
+
+
+def _dataset(facts: Facts) -> dict[str, Any] | None:
+    """Progress at the newest step; None for a built-in task."""
+    commits = (e.payload for e in reversed(facts.events) if isinstance(e.payload, StepCommitted))
+    newest = next(commits, None)
+    if newest is None or newest.dataset is None:
+        return None
+    return {**asdict(newest.dataset), "epoch": newest.dataset.epoch, "epoch_share": newest.dataset.epoch_share}
 
 
 _REMARKABLE: Mapping[type[Payload], str] = {

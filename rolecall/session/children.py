@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,16 @@ def rolecall_command(*args: str) -> list[str]:
     return [sys.executable, "-m", "rolecall", *args]
 
 
+LOGGERS_SECONDS = 20.0
+"""How long the end of a run waits for its last metrics to be written."""
+LOGGERS_STARTS_MAX = 3
+
+
+def loggers_command(run: RunDir) -> list[str]:
+    """Writes the run's metrics for other tools (section `logging` of the job file)."""
+    return [sys.executable, "-m", "rolecall.reports.metric_loggers", str(run.path)]
+
+
 @dataclass
 class Child:
     """A helper process of the run, restarted when it dies if `restarts` allows."""
@@ -48,6 +59,13 @@ class Child:
 
     def died(self) -> int | None:
         return None if self.process is None else self.process.poll()
+
+    def finish(self, seconds: float) -> None:
+        """Waits until it ends by itself, and stops it if it does not."""
+        if self.process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        self.stop()
 
     def stop(self, seconds: float = 5.0) -> None:
         if self.process is None or self.process.poll() is not None:

@@ -32,7 +32,14 @@ from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.rl_runtime.tasks.check import checked
-from rolecall.session.children import Child, DashboardBeside, rolecall_command
+from rolecall.session.children import (
+    LOGGERS_SECONDS,
+    LOGGERS_STARTS_MAX,
+    Child,
+    DashboardBeside,
+    loggers_command,
+    rolecall_command,
+)
 from rolecall.session.demo import DemoStage, FaultSchedule, ScheduledFault, View
 from rolecall.terminal.run import Screen
 from rolecall.watch.addresses import withdraw
@@ -75,6 +82,7 @@ class Session:
     dashboard: bool = False
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
+    loggers: Child | None = None
     injected: int = 0  # faults that the schedule asked for
     _lease_checked_at: float = float("-inf")
     _late_checks: int = 0  # in a row
@@ -100,6 +108,8 @@ class Session:
         supervisor = Supervisor(run, self.job, self.clock)
         watch = Child(rolecall_command("watch", "run", str(run.path)), run.logs / "watch.log", run)
         beside = DashboardBeside(run) if self.dashboard else None
+        if self.job.logging.names:
+            self.loggers = Child(loggers_command(run), run.logs / "loggers.log", run)
         outcome, because = "failed", "ended before it was done"
         with _signals_to(_interrupt):
             try:
@@ -109,6 +119,8 @@ class Session:
                         beside.start()
                     supervisor.start(screen.note)
                     watch.start()
+                    if self.loggers is not None:
+                        self.loggers.start()
                     outcome, because = self._loop(run, journal, supervisor, watch, screen, beside)
             except Interrupted:
                 outcome, because = "interrupted", "Ctrl-C or SIGTERM"
@@ -121,6 +133,8 @@ class Session:
                 with _signals_to(signal.SIG_IGN), ExitStack() as last:
                     last.callback(journal.close)
                     last.callback(withdraw, run)
+                    if self.loggers is not None:
+                        last.callback(self.loggers.finish, LOGGERS_SECONDS)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
                     last.callback(lambda: journal.append(ended, key="run-ended"))
                     last.callback(supervisor.stop, because)
@@ -162,6 +176,7 @@ class Session:
             try:
                 supervisor.tick()
                 self._keep_watch(watch, journal)
+                self._keep_loggers(screen)
                 if self.schedule.stage is not DemoStage.DONE and now - viewed_at >= VIEW_SECONDS:
                     viewed_at = now
                     fault = self.schedule.tick(self._view(run, journal, now))
@@ -206,6 +221,15 @@ class Session:
             return
         journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))
         watch.start()
+
+    def _keep_loggers(self, screen: Screen) -> None:
+        """Starts the process that writes metrics again, where it stopped; it ends by itself with code 0."""
+        loggers = self.loggers
+        if loggers is None or not loggers.died() or loggers.starts >= LOGGERS_STARTS_MAX:
+            return
+        if loggers.starts == 1:
+            screen.add_line(f"metrics are not written: {loggers.log} has the reason; trying again")
+        loggers.start()
 
     def _kill_stuck(self, watch: Child, journal: Journal) -> None:
         """Kills a watch that does not renew its lease; `_keep_watch` restarts it."""

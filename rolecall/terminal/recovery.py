@@ -50,6 +50,9 @@ def status(value: Mapping[str, Any], now: float, name: str, start: str = "") -> 
     parts.append(Indented(_leader(value, now, start or f"rolecall watch run {name}")))
     if value["mode"] != OBSERVE:
         parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
+    if (evaluated := value.get("evaluation")) is not None:
+        reward = "not scored" if evaluated["reward"] is None else f"{evaluated['reward']:.3f}"
+        parts.append(_text(f"held-out reward at step {evaluated['step']}: {reward} ({evaluated['prompts']} prompts)"))
     parts += _replicas(value["replicas"], now)
     parts += _ranks(value.get("ranks", ()), now)
     return Group(*parts)

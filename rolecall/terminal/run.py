@@ -19,7 +19,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.text import in_words, plain, seconds
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
-from rolecall.reports.html import headline
+from rolecall.reports.html import evaluation_sentence, headline
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection
 
@@ -93,8 +93,10 @@ def _progress(snapshot: RunSnapshot) -> Text:
     reward = f"{snapshot.rewards[-1]:.2f}" if snapshot.rewards else "-"
     rate = f"{snapshot.tokens_per_second:,.0f}" if snapshot.tokens_per_second is not None else "-"
     pace = f"{snapshot.step_seconds:.2f}" if snapshot.step_seconds is not None else "-"
+    held_out = snapshot.held_out_reward
+    evaluated = [] if held_out is None else [("   held out ", "dim"), (f"{held_out:.2f}", "bold")]
     return _line(
-        ("step ", "dim"), (f"{snapshot.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"),
+        ("step ", "dim"), (f"{snapshot.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"), *evaluated,
         ("   tokens/s ", "dim"), (rate, "bold"), ("   s/step ", "dim"), (pace, "bold"),
         ("   epoch ", "dim"), (str(snapshot.epoch), "bold"),
     )  # fmt: skip
@@ -202,7 +204,10 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
         if pace["baseline"] is not None
         else "estimated failure-free pace"
     )
-    parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim")), Text()]
+    parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim"))]
+    if sentence := evaluation_sentence(report):
+        parts.append(_line((sentence, "")))
+    parts.append(Text())
     if report["incidents"] or report["missed"]:
         parts += [_table(report), _line(("found: since the fault; verified: since the finding", "dim")), Text()]
     parts.append(

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import (
     ActionDone,
     ActionFailed,
     ActionStarted,
     CheckpointWritten,
+    DatasetProgress,
     DiagnosisReviewed,
     EpochAdvanced,
     IncidentClosed,
@@ -52,6 +54,8 @@ class RunAccount:
     step: Step | None = None
     staleness: float | None = None
     signs: dict[str, float] = field(default_factory=dict)  # of the newest step (core/policy_health.py)
+    evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
+    dataset: DatasetProgress | None = None
     num_tokens: int = 0
     epoch: int = 0
     requests_reassigned: int = 0
@@ -80,6 +84,7 @@ class RunAccount:
         if summary is not None and seconds is not None:
             self.resolution_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
         self.mfu.take(event)
+        self.evaluations.take(event)
         which = str(event.incident_id)
         match event.payload:
             case RunStarted():
@@ -91,6 +96,7 @@ class RunAccount:
                 self.num_tokens += committed.tokens
                 self.signs = dict(self.step.signs)
                 self.staleness = committed.staleness
+                self.dataset = committed.dataset
             case EpochAdvanced(epoch=epoch):
                 self.epoch = epoch
             case RequestsReassigned() as moved:

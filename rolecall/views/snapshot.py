@@ -10,6 +10,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     EpochAdvanced,
+    EvaluationFinished,
     PlanProposed,
     RunEnded,
     RunStarted,
@@ -72,6 +73,8 @@ class RunSnapshot:
     signs: Mapping[str, float] = field(default_factory=dict)
     """Policy health metrics (core/policy_health.py) that the last committed step reported."""
     loss: float | None = None
+    held_out_reward: float | None = None
+    """Of the newest evaluation."""
     tokens_per_second: float | None = None
     rate_seconds: float = RATE_SECONDS
     """Averaging time of `tokens_per_second`."""
@@ -142,6 +145,8 @@ class RunSnapshotProjection:
                 self.commits.append((event.wall_at, committed.tokens))
                 if committed.reward is not None:
                     self.rewards.append(committed.reward)
+            case EvaluationFinished(reward=reward):
+                self.newest = replace(self.newest, held_out_reward=reward)
             case _ if event.incident_id and event.kind in _STAGES:
                 self._note(event.incident_id, event)
 

@@ -246,6 +246,7 @@ def run_values(
         yield from _known("run_loss", step.loss)
         for name, value in account.signs.items():
             yield _value(f"run_{SIGNS_BY_NAME[name].metric}", value)
+    yield from _learning_values(account)
     if (spent := account.lost_time.account(now)) is not None:
         yield from _known("run_ettr_ratio", spent.ettr)
         yield _value("run_training_seconds", spent.training_seconds)
@@ -253,6 +254,31 @@ def run_values(
         for (role, fault), seconds in sorted(spent.lost.items()):
             yield _value("run_lost_seconds", seconds, role, fault)
     yield from _replica_values(view.fleet, account)
+
+
+def _learning_values(account: RunAccount) -> Iterator[MetricValue]:
+    """Of the newest evaluation, and of the dataset."""
+    if (newest := account.evaluations.newest) is not None:
+        result = newest.result
+        yield _value("run_evaluation_timestamp_seconds", newest.at)
+        yield _value("run_evaluation_step", result.step)
+        yield from _known("run_evaluation_reward", result.reward)
+        yield from _known("run_evaluation_reward_low", result.reward_low)
+        yield from _known("run_evaluation_reward_high", result.reward_high)
+        yield from _known("run_evaluation_response_length", result.response_length)
+        yield _value("run_evaluation_prompts", result.prompts)
+        yield _value("run_evaluation_seconds", result.seconds)
+        for k, share in result.pass_at.items():
+            yield _value("run_evaluation_pass_ratio", share, k)
+        for reason, num in result.unscored.items():
+            yield _value("run_evaluation_unscored", num, reason)
+    if (data := account.dataset) is not None:
+        yield _value("run_dataset_rows", data.rows)
+        yield _value("run_dataset_rows_seen_total", data.rows_seen)
+        yield _value("run_dataset_epoch", data.epoch)
+        yield _value("run_dataset_epoch_ratio", data.epoch_share)
+        for reason, num in data.dropped.items():
+            yield _value("run_dataset_groups_dropped_total", num, reason)
 
 
 def _replica_values(fleet: FleetView, account: RunAccount) -> Iterator[MetricValue]:

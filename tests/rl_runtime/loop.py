@@ -107,6 +107,14 @@ class Prompts:
     def origin(self, number: int) -> str:
         return ""
 
+    num_rows = 0
+
+    def held_out(self, number: int) -> Prompt:
+        return Prompt(group_id=group_id(number), tokens=(2, number))
+
+    def num_held_out(self, wanted: int | None) -> int:
+        return wanted or 0
+
 
 def small_job(**changes: Any) -> JobConfig:
     """12 steps of 4 microbatches of 2 groups of 2 samples."""

@@ -50,7 +50,9 @@ class ScriptedEngine:
     def num_in_flight(self) -> int:
         return len(self.going)
 
-    def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
+    def add(
+        self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int, temperature: float | None = None
+    ) -> None:
         self.going[request_id] = [0, num_new_max]
         self.seeds[request_id] = seed
 

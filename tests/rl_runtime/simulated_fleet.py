@@ -36,7 +36,7 @@ from rolecall.rl_runtime.protocol.messages import (
     UnusualMicrobatches,
 )
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
-from rolecall.rl_runtime.tasks.task import group_start
+from rolecall.rl_runtime.tasks.task import group_start, is_held_out
 from rolecall.rl_runtime.weights.proof import ProofDecision, ProofVerifier
 from tests.rl_runtime.scripted_responses import (
     ScriptedConversations,
@@ -76,6 +76,10 @@ class _FakeReplica:
     def _check(self, incarnation: int) -> None:
         if incarnation != self.incarnation:
             raise StaleIncarnation(replica=self.replica, wanted=f"#{self.incarnation}", got=f"#{incarnation}")
+
+
+def _start(group: GroupId) -> int:
+    return 0 if is_held_out(group) else group_start(group)
 
 
 def fake_manifest(version: int, lineage: str) -> protocol.Manifest:
@@ -366,7 +370,7 @@ class FakeRollout(_FakeReplica):
                 h.since += count / self.rate
                 self.generated += count
                 self.fleet.tokens_made[h.request.request_id] += count
-                context = min(count, max(0, group_start(h.request.group_id) - start))
+                context = min(count, max(0, _start(h.request.group_id) - start))
                 self.fleet.context_made[h.request.request_id] += context
 
     def _chunk(self, h: FakeRequest, offset: int) -> protocol.TokenChunk:
@@ -402,7 +406,7 @@ class FakeRollout(_FakeReplica):
         for r in requests:
             if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
                 self.fleet.started_over.append(r.request_id)
-            if len(r.prefix_tokens) < group_start(r.group_id):
+            if len(r.prefix_tokens) < _start(r.group_id):
                 self.fleet.contexts_lost.append(r.request_id)
             held, start = self.held.get(r.request_id), len(r.prefix_tokens)
             if held is None or (len(held.tokens) == len(held.whole) and start > len(held.tokens)):

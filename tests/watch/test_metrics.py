@@ -318,9 +318,12 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
     watch, meter = _metered(world)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: any(e.kind is EventKind.PLAN_PROPOSED for e in world.journal.events()), watch)
-    world.journal.append(
-        filled(EventKind.STEP_COMMITTED, {"step": 0, "seconds": 1.0, "health": {sign.name: 0.5 for sign in SIGNS}})
-    )
+    dataset = {"rows": 8, "rows_seen": 4, "dropped": {"stale": 1}}
+    step = {"step": 0, "seconds": 1.0, "health": {sign.name: 0.5 for sign in SIGNS}, "dataset": dataset}
+    world.journal.append(filled(EventKind.STEP_COMMITTED, step))
+    rewards = {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6, "response_length": 7.0}
+    evaluation = {**rewards, "pass_at": {"1": 0.5}, "unscored": {"reward_failed": 1}}
+    world.journal.append(filled(EventKind.EVALUATION_FINISHED, evaluation))
     with _served(tmp_path, world, meter) as server:
         eventually(lambda: ("plans_waiting",) in _scraped(server), "the journal is read")
         names = {f"rolecall_{key[0]}" for key in (*_scraped(server), *_looked(fake_run))}

@@ -315,7 +315,7 @@ def training() -> Dashboard:
         "training health",
         "Reward, entropy, response length, clipping, and divergence from the sampler.",
         of_servers(),
-        [_latest_step(), _learning(), _distance(), _unused(), _critic(), _trainers()],
+        [_latest_step(), _learning(), _held_out(), _distance(), _unused(), _critic(), _trainers()],
     )
 
 
@@ -370,6 +370,43 @@ def _learning() -> PanelRow:
         _of_run(
             "Response length, tokens", PanelFormat(), ("response_length", "mean"), ("response_length_max", "longest")
         ),
+    )
+
+
+def _held_out() -> PanelRow:
+    dropped = "max by (reason) (rolecall_run_dataset_groups_dropped_total)"
+    unscored = "max by (reason) (rolecall_run_evaluation_unscored)"
+    return PanelRow(
+        "Held-out prompts and dataset (empty without)",
+        lines(
+            "Held-out reward",
+            "Mean reward of the newest evaluation, with its 95 % interval over prompts.",
+            PanelFormat(least=None, decimals=3),
+            PanelQuery("max(rolecall_run_evaluation_reward)", "mean"),
+            PanelQuery("max(rolecall_run_evaluation_reward_low)", "low"),
+            PanelQuery("max(rolecall_run_evaluation_reward_high)", "high"),
+        ),
+        lines(
+            "Held-out pass@k",
+            "Share of held-out prompts of which one of k answers passes.",
+            SHARE,
+            PanelQuery("max by (k) (rolecall_run_evaluation_pass_ratio)", "pass@{{k}}"),
+        ),
+        lines(
+            "Epochs of the dataset",
+            "How often the run has gone through its dataset.",
+            PanelFormat(decimals=2),
+            PanelQuery("max(rolecall_run_dataset_epoch) + max(rolecall_run_dataset_epoch_ratio)", "epochs"),
+        ),
+        lines(
+            "Groups dropped, prompts not scored",
+            "Prompt groups of the run dropped so far, and held-out prompts of the newest evaluation without a score, "
+            "by reason.",
+            PanelFormat(decimals=0),
+            PanelQuery(dropped, "dropped: {{reason}}"),
+            PanelQuery(unscored, "not scored: {{reason}}"),
+        ),
+        widths=6,
     )
 
 

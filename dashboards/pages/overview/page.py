@@ -221,6 +221,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                     st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
         if bands:
             st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
+    _draw_evaluations(snapshot, bands)
     _draw_policy_health(curve, bands)
     audit = worker(reader.settings).latest().audit  # drawn on top, in the next refresh
     num_problems = 0 if audit is None or audit.ok else len(audit.problems)
@@ -239,6 +240,20 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
             "whole run."
         )
     _draw_prometheus(reader)
+
+
+def _draw_evaluations(snapshot: JournalSnapshot, bands: Sequence[charts.FaultBand]) -> None:
+    """Reward and length on held-out prompts, and progress in the dataset; nothing in a run without them."""
+    shown, lines = view.learning_figures(snapshot), view.evaluation_lines(snapshot.trends.evaluations)
+    if shown:
+        st.subheader("Held-out prompts and dataset")
+        st.html(figures(shown))
+    drawn_lines = [(title, lines_) for title, lines_ in lines if any(lines_.values())]
+    across = 0, max((p.result.step for p in snapshot.trends.evaluations), default=0) or 1
+    for column, (title, of) in zip(st.columns(COLUMNS), drawn_lines, strict=False):
+        with column:
+            spec = charts.curves(of, title, across=across, zero=False, figures="~g")
+            st.vega_lite_chart(charts.columns(of, bands), spec, width="stretch")
 
 
 @st.cache_resource(show_spinner=False)

@@ -5,11 +5,12 @@ notices, key figures, fault bands. Pure.
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import ActionKind, Suspect
-from rolecall.core.journal.payloads import OncallPaged
+from rolecall.core.journal.evaluations import EvaluationPoint
+from rolecall.core.journal.payloads import EvaluationFinished, OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.text import counted, in_words, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
@@ -23,7 +24,7 @@ from rolecall.dashboards.data.incident_titles import (
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.data.run_state import KIND_OF, step_of, unwatched_words
-from rolecall.dashboards.pages.charts import FaultBand
+from rolecall.dashboards.pages.charts import FaultBand, thinned
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN, ONLY_OBSERVED, doing, status_of
 from rolecall.dashboards.pages.style import STATES
@@ -308,6 +309,49 @@ def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]], int
     gone = (ReplicaState.LOST,) if snapshot.run.ended else (ReplicaState.LOST, ReplicaState.STOPPED)
     living = [r.policy_version for r in with_weights if r.state not in gone]
     return newest, sorted(Counter(newest - v for v in living).items()), len(with_weights) - len(living)
+
+
+def learning_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
+    """Of the newest evaluation and of the dataset: label, value, note."""
+    evaluations, data = snapshot.trends.evaluations, snapshot.trends.dataset
+    rows = []
+    if evaluations:
+        result = evaluations[-1].result
+        missing = "; ".join(f"{num} not scored: {plain(reason, 60)}" for reason, num in result.unscored.items())
+        within = "" if result.reward_low is None else f"95 %: {result.reward_low:.3f} to {result.reward_high:.3f}"
+        at = f"step {result.step}, {counted(result.prompts, 'prompt')}"
+        reward = "not scored" if result.reward is None else f"{result.reward:.3f}"
+        rows.append(("held-out reward", reward, ", ".join(filter(None, (within, at, missing)))))
+        rows += [(f"pass@{plain(k, 6)}", f"{share:.1%}", at) for k, share in list(result.pass_at.items())[-2:]]
+    if data is not None and data.rows > 0:
+        dropped = ", ".join(f"{num:,} {plain(reason, 40)}" for reason, num in sorted(data.dropped.items()))
+        seen = f"{data.epoch_share:.0%} of its {data.rows:,} rows; {data.rows_seen:,} seen"
+        rows.append(("epoch of the dataset", str(data.epoch + 1), seen))
+        rows.append(("groups dropped", f"{sum(data.dropped.values()):,}", dropped or "none"))
+    return rows
+
+
+Curves = dict[str, list[dict[str, float]]]
+
+
+def evaluation_lines(evaluations: Sequence[EvaluationPoint]) -> list[tuple[str, Curves]]:
+    """Charts over steps: title, and its lines with their points."""
+
+    def line(value: Callable[[EvaluationFinished], float | None]) -> list[dict[str, float]]:
+        known = ((p.result.step, value(p.result)) for p in thinned(evaluations))
+        return [{"step": step, "value": v} for step, v in known if v is not None and math.isfinite(v)]
+
+    return [
+        (
+            "held-out reward, with 95 % interval",
+            {
+                "mean": line(lambda r: r.reward),
+                "low": line(lambda r: r.reward_low),
+                "high": line(lambda r: r.reward_high),
+            },
+        ),
+        ("held-out response length, tokens", {"length": line(lambda r: r.response_length)}),
+    ]
 
 
 def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:

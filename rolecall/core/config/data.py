@@ -1,5 +1,5 @@
-"""Sections `data`, `sampling`, `reward` and `environment` of a job file: your prompts, how answers are sampled, who
-scores them, who answers the model."""
+"""Sections `data`, `sampling`, `reward`, `environment` and `evaluation` of a job file: your prompts, how answers are
+sampled, who scores them, who answers the model, and on which held-out prompts the policy is evaluated."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -96,3 +96,49 @@ class EnvironmentConfig(Section):
     @classmethod
     def _text(cls, value: Any) -> Any:
         return {"factory": value} if isinstance(value, str) else value
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out prompts: before the first step, every `every_steps` steps, and after the last one."""
+
+    every_steps: PositiveInt = 20
+    """Committed steps between two evaluations. One that is due while another is running is left out."""
+    path: str | None = None
+    """Held-out prompts, as `data.path`. null: another `split` of the same folder. Without meaning for a built-in task,
+    whose prompts are new ones."""
+    split: str | None = None
+    """Split of a folder. null: as `data.split`."""
+    prompt: str | None = None
+    """Column of the prompt. null: as in `data`."""
+    answer: str | None = None
+    """Column of the answer. null: as in `data`."""
+    metadata: tuple[str, ...] | None = None
+    """Columns of the metadata. null: as in `data`."""
+    num_prompts: PositiveInt | None = None
+    """The first so many rows, in the file's order. null: all; a built-in task needs a number."""
+    samples: Annotated[int, Field(ge=1, le=64)] = 1
+    """Answers to each prompt. 1: greedy. More: sampled, with pass@k."""
+    temperature: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    """Of several samples. null: as in `sampling`, like `top_p` and `top_k`."""
+    pass_reward: float = 1.0
+    """An answer with at least this reward passes, for pass@k."""
+    max_response_tokens: PositiveInt | None = None
+    """Longest answer. null: as in `data`, or the task's."""
+    timeout_seconds: Seconds = 1800.0
+    """An evaluation ends after this time; prompts without a score by then are left out, and counted."""
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the held-out files, as `data.fingerprint`."""
+
+    @model_validator(mode="after")
+    def _greedy(self) -> Self:
+        if self.samples == 1 and self.temperature is not None:
+            raise ValueError("temperature has no meaning with samples: 1, which is greedy")
+        return self
+
+    def held_out(self, data: DataConfig) -> DataConfig:
+        """The held-out prompts as a dataset of their own, in the order of the file."""
+        given = {name: getattr(self, name) for name in ("path", "split", "prompt", "answer", "metadata")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        length = self.max_response_tokens or data.max_response_tokens
+        fixed = {"shuffle": False, "fingerprint": self.fingerprint, "max_response_tokens": length}
+        return data.model_copy(update={**changes, **fixed})

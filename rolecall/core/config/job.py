@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
-from rolecall.core.config.data import DataConfig, EnvironmentConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.data import DataConfig, EnvironmentConfig, EvaluationConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.logging import LoggingConfig
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
@@ -280,6 +281,8 @@ class JobConfig(Section):
     """Scores the answers to them."""
     environment: EnvironmentConfig | None = None
     """Answers the model, for several turns and tools. Without `reward` it scores the conversations, too."""
+    evaluation: EvaluationConfig | None = None
+    """Evaluates the policy on held-out prompts. null: no evaluation."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -288,6 +291,7 @@ class JobConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     detector: DetectorConfig = DetectorConfig()
     recovery: RecoveryConfig = RecoveryConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @field_validator("journal")
     @classmethod
@@ -331,6 +335,26 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _held_out(self) -> "JobConfig":
+        """Checks that evaluation has prompts, and none of those that are trained on."""
+        evaluation, data = self.evaluation, self.data
+        if evaluation is None:
+            return self
+        if data is not None:
+            given = Path(evaluation.path or data.path), evaluation.split or data.split
+            if given == (Path(data.path), data.split):
+                raise ValueError("evaluation.path: these prompts are trained on: give another path, or a split")
+            return self
+        rows = [n for n in ("path", "split", "prompt", "answer", "metadata", "fingerprint") if getattr(evaluation, n)]
+        if rows:
+            raise ValueError(f"evaluation.{rows[0]} has no meaning without data: a built-in task has its own prompts")
+        if evaluation.num_prompts is None:
+            raise ValueError("evaluation.num_prompts: a built-in task has no end: how many prompts?")
+        if (evaluation.max_response_tokens or 0) > self.task.max_response_tokens:
+            raise ValueError("evaluation.max_response_tokens is longer than the task's longest response")
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
         """Checks the algorithm's lengths against the longest response."""
         longest, algorithm = self.max_response_tokens, self.algorithm
@@ -367,8 +391,9 @@ class JobConfig(Section):
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         dumped: dict[str, Any] = handler(self)
         unused = {"data", "reward", "environment"} if self.data is None else {"task"}
-        if self.lora is None:
-            unused.add("lora")
+        unused |= {"lora"} if self.lora is None else set()
+        unused |= {"evaluation"} if self.evaluation is None else set()
+        unused |= {"logging"} if not self.logging.names else set()
         return {k: v for k, v in dumped.items() if k not in unused}
 
     @field_serializer("journal")
@@ -386,7 +411,10 @@ class JobConfig(Section):
         """Prompt and longest response together."""
         if self.data is None:
             return self.task.max_tokens
-        return self.data.max_prompt_tokens + self.data.max_response_tokens
+        longest = self.data.max_response_tokens
+        if self.evaluation is not None:
+            longest = max(longest, self.evaluation.max_response_tokens or 0)
+        return self.data.max_prompt_tokens + longest
 
     @property
     def learns(self) -> str:
@@ -396,8 +424,8 @@ class JobConfig(Section):
     def digest(self) -> str:
         """Identifies the configuration without its seed: runs with the same digest are comparable."""
         same = self.model_copy(update={"seed": 0, "injection_allowed": False})
-        # Where the journal is and who is notified does not change what the run does.
-        text = same.model_dump_json(exclude={"journal": True, "recovery": {"notify"}})
+        # Where journal and metrics go and who is notified does not change what the run does.
+        text = same.model_dump_json(exclude={"journal": True, "logging": True, "recovery": {"notify"}})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -449,6 +477,8 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
         changes["model"] = job.model.model_copy(update={"path": absolute(job.model.path)})
     if job.data is not None:
         changes["data"] = job.data.model_copy(update={"path": absolute(job.data.path)})
+    if job.evaluation is not None and job.evaluation.path is not None:
+        changes["evaluation"] = job.evaluation.model_copy(update={"path": absolute(job.evaluation.path)})
     if job.reward is not None and ".py:" in job.reward.function:
         changes["reward"] = job.reward.model_copy(update={"function": absolute(job.reward.function)})
     if job.environment is not None and ".py:" in job.environment.factory:

@@ -37,6 +37,7 @@ class EventKind(StrEnum):
     WEIGHTS_REJECTED = "weights_rejected"
     REQUESTS_REASSIGNED = "requests_reassigned"
     CHECKPOINT_WRITTEN = "checkpoint_written"
+    EVALUATION_FINISHED = "evaluation_finished"
     COMPONENT_RESTARTED = "component_restarted"
     # diagnosis and recovery
     LEASE_ACQUIRED = "lease_acquired"
@@ -260,6 +261,25 @@ class ChainHead:
     hash: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetProgress:
+    """How far a run is in its dataset. Reasons are short texts without numbers."""
+
+    rows: int
+    rows_seen: int
+    dropped: Mapping[str, int]
+
+    @property
+    def epoch(self) -> int:
+        """From 0."""
+        return self.rows_seen // max(1, self.rows)
+
+    @property
+    def epoch_share(self) -> float:
+        """Of the running epoch, 0 to 1."""
+        return self.rows_seen / max(1, self.rows) - self.epoch
+
+
 @_event(K.STEP_COMMITTED, CONTROLLER)
 class StepCommitted(Payload):
     """An optimizer step is part of the trainers' state."""
@@ -289,6 +309,11 @@ class StepCommitted(Payload):
     log_ratios: Annotated[
         Mapping[str, float], "`log_ratio_max` by engine, `role/index#incarnation`; only those that were compared"
     ] = field(default_factory=dict)
+    dataset: Annotated[
+        DatasetProgress | None,
+        "rows of the dataset, rows whose groups were issued so far over all epochs, and groups dropped so far by "
+        "reason; null for a built-in task",
+    ] = None
 
 
 @_event(K.STEP_INTERRUPTED, CONTROLLER)
@@ -409,6 +434,24 @@ class CheckpointWritten(Payload):
 
     path: Annotated[str, "its directory"]
     step: Annotated[int, "last step that it includes"]
+
+
+@_event(K.EVALUATION_FINISHED, CONTROLLER)
+class EvaluationFinished(Payload):
+    """The policy was evaluated on held-out prompts. Its answers are never trained on and not in the ledger."""
+
+    step: Annotated[int, "committed steps when it began: the policy version that it is of; 0: before the first step"]
+    version_min: Annotated[int, "oldest policy version that generated one of its tokens; -1: no answer was scored"]
+    version_max: Annotated[int, "newest policy version: training went on meanwhile"]
+    prompts: Annotated[int, "prompts that were scored"]
+    samples: Annotated[int, "answers to each prompt; 1: greedy"]
+    reward: Annotated[float | None, "mean reward; null: no prompt was scored"]
+    reward_low: Annotated[float | None, "lower end of its 95 % interval over prompts; null with fewer than 2"]
+    reward_high: Annotated[float | None, "upper end"]
+    pass_at: Annotated[Mapping[str, float], "k -> share of prompts of which one of k answers passes, unbiased estimate"]
+    unscored: Annotated[Mapping[str, int], "reason -> prompts that have no score, which no number above includes"]
+    response_length: Annotated[float | None, "mean tokens of an answer"]
+    seconds: Annotated[float, "wall time, seconds"]
 
 
 @_event(K.COMPONENT_RESTARTED, f"{SUPERVISOR}, {SESSION}")

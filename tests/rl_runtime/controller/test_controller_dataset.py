@@ -17,6 +17,8 @@ NUM_ROWS, TOO_LONG = 17, 3
 class Rows(Prompts):
     """Of which one is too long."""
 
+    num_rows = NUM_ROWS
+
     def prompt(self, number: int) -> Prompt:
         row, _ = row_of(number, NUM_ROWS, seed=5, shuffle=True)
         unusable = "prompt too long: 9 tokens, at most 8" if row == TOO_LONG else ""

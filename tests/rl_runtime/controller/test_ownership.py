@@ -13,6 +13,7 @@ OWNERS = {
     "EngineState": {"rollout_pool.py"},
     "OpenGroup": {"trajectories.py"},
     "Trajectory": {"trajectories.py"},
+    "_Running": {"evaluation.py"},
 }
 """Mutable records -> modules that may assign their fields."""
 MODULES = {p.name: ast.parse(p.read_text()) for p in sorted(Path(*controller.__path__).glob("*.py"))}

@@ -3,6 +3,7 @@ ends an answer.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.objective import token_logprobs
 from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
+from rolecall.rl_runtime.controller.rollout_pool import check_chunks
 from rolecall.rl_runtime.rollout.engine import EngineSettings
 from tests.rl_runtime.chat_model import WORDS, write_chat_model
 from tests.rl_runtime.rollout.test_engine import Remote, Stage, finished, request
@@ -50,3 +52,18 @@ def test_log_probabilities_are_of_what_is_sampled_from_and_a_stop_text_ends_an_a
     chosen = torch.log_softmax(stage.reference(torch.tensor([PROMPT])).logits[0, -1] / SAMPLING.temperature, -1)
     least = chosen.topk(SAMPLING.top_k).values[-1].item()
     assert all(chosen[c.tokens[0]].item() >= least for c in answers), "nothing outside of the top k"
+
+
+def test_a_greedy_request_beside_sampled_ones_gets_the_most_probable_tokens(stage: Stage) -> None:
+    engine, manifest = stage.engine("rollout/0"), stage.publish()
+    stage.update(engine, manifest)
+    greedy = replace(request("greedy", 1, prompt=PROMPT), temperature=0.0)
+    again = replace(request("again", 2, prompt=PROMPT), temperature=0.0)
+    engine.submit(1, [request("sampled.0", 3, prompt=PROMPT), greedy, again, request("sampled.1", 4, prompt=PROMPT)])
+    answers = finished(engine, "greedy", "again", "sampled.0", "sampled.1")
+    check_chunks(answers.values(), len(WORDS))
+    tokens = answers["greedy"].tokens
+    assert tokens == answers["again"].tokens, "whatever their seeds are"
+    with torch.no_grad():
+        logits = stage.reference(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1]
+    assert tokens == tuple(logits.argmax(-1).tolist())

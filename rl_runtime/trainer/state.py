@@ -7,11 +7,10 @@ with the prefix `critic/`. Only the policy is sent to the engines. Copies of its
 `agreement` and are not exported.
 """
 
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,10 +23,11 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
-from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, first_commit
+from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, TensorEntry, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import make_critic, make_model
+from rolecall.rl_runtime.weights.digest import entries_digest, entries_of
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -143,8 +143,10 @@ class TrainerState:
         self.num_parameters = sum(n.num_parameters for n in self._networks)
         self.commit, self.band = commit, LearnedBand()
         self._lock = threading.RLock()
+        self._snapshot: tuple[int, dict[str, torch.Tensor]] | None = None  # policy version -> copy of its weights
+        self._entries: tuple[TensorEntry, ...] = ()  # of the policy's weights
         self.weights_digest = self._digest_weights()
-        """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
+        """SHA-256 over the entries (name, dtype, shape, SHA-256 of the bytes) of all weights of policy and critic."""
 
     def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
         """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores record and band,
@@ -175,10 +177,17 @@ class TrainerState:
         version, kept = self.commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.previous.items() if v > version - kept}
-            self.previous = {**old, version: self.policy.weights()}
+            self.previous = {**old, version: self.policy_snapshot(version)[0]}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """An immutable copy of the weights of policy version `version`, Hugging Face names.
+        """The weights of `policy_snapshot`."""
+        return self.policy_snapshot(version)[0]
+
+    def policy_snapshot(self, version: int) -> tuple[dict[str, torch.Tensor], tuple[TensorEntry, ...]]:
+        """An immutable copy of the weights of policy version `version`, Hugging Face names, and their entries.
+
+        One copy serves all callers. The entries are those of the commit's vote, computed from the weights themselves:
+        a copy that differs is refused by every puller.
 
         Raises:
             StaleIncarnation: this replica has another version.
@@ -188,7 +197,9 @@ class TrainerState:
                 raise StaleIncarnation(
                     replica=self._replica, wanted=f"version {self.commit.policy_version}", got=f"version {version}"
                 )
-            return self.policy.weights()
+            if self._snapshot is None or self._snapshot[0] != version:
+                self._snapshot = version, self.policy.weights()
+            return dict(self._snapshot[1]), self._entries
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each of `tokens` but the first, under the current weights."""
@@ -221,7 +232,7 @@ class TrainerState:
                 for name, mine in network.tensors():
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
-            self.previous = {}  # they may belong to a discarded policy
+            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
 
@@ -243,11 +254,9 @@ class TrainerState:
         return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
-        total = hashlib.sha256()
-        for network in self._networks:
-            for p in network.parameters:
-                total.update(p.detach().contiguous().view(torch.uint8).numpy().data)
-        return total.hexdigest()
+        self._entries, *critic = (entries_of(dict(zip(n.names, n.parameters, strict=True))) for n in self._networks)
+        prefixed = (replace(e, name=f"{CRITIC}{e.name}") for entries in critic for e in entries)
+        return entries_digest((*self._entries, *prefixed))
 
 
 def first_state(

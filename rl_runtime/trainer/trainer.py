@@ -15,7 +15,6 @@ No Ray here. `train_step`, `join` and `load_state` belong to one working thread;
 and all readers of the state may be called from other threads at the same time.
 """
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +69,7 @@ from rolecall.rl_runtime.trainer.reduce import (
     refuse_stale,
 )
 from rolecall.rl_runtime.trainer.state import first_state
+from rolecall.rl_runtime.weights.digest import flat_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +380,7 @@ class TrainerReplica:
                     epoch=epoch,
                     step=step,
                     microbatches=local.stats,
-                    gradient_digest=hashlib.sha256(sums.contiguous().numpy().data).hexdigest(),
+                    gradient_digest=flat_digest(sums),
                     weights_digest=self.state.weights_digest,
                     ledger=ledger,
                 )

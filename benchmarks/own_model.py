@@ -72,7 +72,7 @@ def write_data(folder: Path, num_held_out: int) -> tuple[Path, Path]:
     """(training file, held-out file): the example's own questions."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.jsonl", folder / "held-out.jsonl"
-    argv = [sys.executable, str(EXAMPLE / "data.py"), str(train), str(held_out), "2000", str(num_held_out)]
+    argv = [sys.executable, str(EXAMPLE / "data.py"), str(train), str(held_out), "500", str(num_held_out)]
     subprocess.run(argv, check=True, timeout=COMMAND_SECONDS, stdout=subprocess.DEVNULL)
     seen = {json.loads(line)["question"] for line in train.read_text().splitlines()}
     shared = [line for line in held_out.read_text().splitlines() if json.loads(line)["question"] in seen]

@@ -1,6 +1,6 @@
 """Does the example with a real model learn, and what do losses of replicas cost it? (`examples/smollm2`)
 
-    python benchmarks/own_model.py                       seeds 0, 1, 2, each without faults and with two; then the report
+    python benchmarks/own_model.py                       three seeds, each without faults and with two; the report
     python benchmarks/own_model.py --seeds 0 --steps 3   a short trial, which makes no report
     python benchmarks/own_model.py --report-only         the report again
 
@@ -23,6 +23,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,7 @@ class Run:
     faults: bool
     steps: int
     model: str
+    trainers: int = 0  # 0: the example's
 
     @property
     def name(self) -> str:
@@ -64,6 +67,7 @@ def job_of(run: Run, data: Path) -> JobConfig:
     value = load_job(EXAMPLE / "job.yaml").model_dump(mode="json")
     value |= {"seed": run.seed, "num_steps": run.steps, "injection_allowed": run.faults}
     value["model"]["path"], value["data"]["path"] = run.model, str(data)
+    value["roles"]["trainer"] = run.trainers or value["roles"]["trainer"]
     value["checkpoint"]["every_steps"] = min(value["checkpoint"]["every_steps"], run.steps)
     return parse_job(value)
 
@@ -83,6 +87,7 @@ def write_data(folder: Path, num_held_out: int) -> tuple[Path, Path]:
 # Answers of a model.
 
 
+@cache
 def evaluate(folder: Path, held_out: Path, model: str) -> list[float]:
     """Reward of the greedy answer to each held-out prompt, computed in a process of its own."""
     argv = [sys.executable, str(Path(__file__).resolve()), "--answer", str(folder), str(held_out), "--model", model]
@@ -238,7 +243,9 @@ def _short(values: Sequence[float | None]) -> list[float | None]:
 # The report.
 
 
-def bootstrap(gains: Sequence[Sequence[float]], rng: random.Random, rounds: int = BOOTSTRAP_ROUNDS) -> tuple[float, float]:
+def bootstrap(
+    gains: Sequence[Sequence[float]], rng: random.Random, rounds: int = BOOTSTRAP_ROUNDS
+) -> tuple[float, float]:
     """95 % interval of the mean gain, seeds and prompts both drawn with replacement. `gains`: by seed, then prompt."""
     num_prompts = len(gains[0])
     means = []
@@ -273,21 +280,24 @@ def report(records: Sequence[Mapping[str, Any]], measured: str) -> list[str]:
     seeds = sorted({r["seed"] for r in records})
     lines = common.header("A real model learns", config, ", ".join(map(str, seeds)), measured)
     lines += [
-        f"SmolLM2-135M-Instruct, {first['steps']} steps of the example's job. Greedy answers to {len(first['before'])} "
-        "held-out prompts, none of them trained on. Reward: mean over prompts; right: share with the whole reward.",
+        (
+            f"SmolLM2-135M-Instruct, {first['steps']} steps of the example's job. Greedy answers to "
+            f"{len(first['before'])} held-out prompts, none of them trained on. "
+            "Reward: mean over prompts; right: share with the whole reward."
+        ),
         "",
-        "| seed | faults | reward before | after | right before | after | s a step, median (quartiles) | minutes | audit |",
+        "| seed | faults | reward before | after | right before | after | s a step | minutes | audit, exit code |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in sorted(records, key=lambda r: (r["faults"], r["seed"])):
         at = r["committed_at"]
-        middle, low, high = common.middle_and_spread([b - a for a, b in zip(at, at[1:], strict=False)] or [0.0])
+        middle, low, high = common.middle_and_spread([b - a for a, b in pairwise(at)] or [0.0])
         right = [sum(x >= 1.0 for x in r[when]) / len(r[when]) for when in ("before", "after")]
         lines.append(
             f"| {r['seed']} | {', '.join(f['kind'] for f in r['injected']) or 'none'} | "
-            f"{statistics.fmean(r['before']):.3f} | {statistics.fmean(r['after']):.3f} | {right[0]:.3f} | {right[1]:.3f} | "
-            f"{middle:.1f} ({low:.1f} to {high:.1f}) | {training_seconds(r) / 60:.1f} | "
-            f"{'ok' if r['audit'] else '**not ok**'} |"
+            f"{statistics.fmean(r['before']):.3f} | {statistics.fmean(r['after']):.3f} | {right[0]:.3f} | "
+            f"{right[1]:.3f} | {middle:.1f} ({low:.1f} to {high:.1f}) | {training_seconds(r) / 60:.1f} | "
+            f"{'ok' if r['audit'] else '**not ok**'}, {r['exit_code']} |"
         )
     lines.append("")
     for faults in (False, True):
@@ -303,7 +313,9 @@ def report(records: Sequence[Mapping[str, Any]], measured: str) -> list[str]:
             f"{high:+.3f} (bootstrap over {len(gains)} seeds and {len(gains[0])} prompts), which {verdict}"
         )
     if costs := fault_costs(records):
-        lines.append(f"- both faults together cost {common.summary(costs, 0)} s of training: the same seed without them")
+        lines.append(
+            f"- both faults together cost {common.summary(costs, 0)} s of training: the same seed without them"
+        )
     for kind, _ in FAULTS:
         found = [i for r in records for i in r["incidents"] if i["fault"] == kind]
         for what, name in (("detected", "detected_seconds"), ("serving again, after that", "serving_seconds")):
@@ -333,6 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=0, help="of each run; 0: the example's")
     parser.add_argument("--held-out", type=int, default=NUM_HELD_OUT, help="prompts")
+    parser.add_argument("--trainers", type=int, default=0, help="of each run; 0: the example's")
     parser.add_argument("--without-faults", action="store_true", help="only the runs without faults")
     parser.add_argument("--minutes", type=float, default=240.0, help="after which no further run begins")
     parser.add_argument("--run-minutes", type=float, default=60.0, help="after which a run is stopped")
@@ -350,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = args.steps or full
     ends = time.monotonic() + 60 * args.minutes
     runs = [
-        Run(seed=seed, faults=faults, steps=steps, model=model)
+        Run(seed=seed, faults=faults, steps=steps, model=model, trainers=args.trainers)
         for seed in args.seeds
         for faults in ((False,) if args.without_faults else (False, True))
     ]

@@ -52,7 +52,8 @@ BOOTSTRAP_ROUNDS = 10_000
 class Parts:
     """Seconds by part since the last `take`, of functions replaced by timed ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._seconds: dict[str, float] = defaultdict(float)
         self._inner = [0.0]  # of each open call: seconds in the calls within it
 
@@ -60,12 +61,12 @@ class Parts:
         call: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            began = self._clock()
             self._inner.append(0.0)
             try:
                 return call(*args, **kwargs)
             finally:
-                took = time.perf_counter() - began
+                took = self._clock() - began
                 self._seconds[part] += took - self._inner.pop()
                 self._inner[-1] += took
 
@@ -169,17 +170,26 @@ def report(
     low, high = interval(shares, rng)
     met = "met" if high <= SHARE_MAX else "not met by the whole interval" if middle <= SHARE_MAX else "**not met**"
     around = interval(pairs, rng)
-    names = sorted({n for *_, p in steps for n in p}, key=lambda n: -statistics.median(p.get(n, 0.0) for *_, p in steps))
+    names = sorted(
+        {n for *_, p in steps for n in p}, key=lambda n: -statistics.median(p.get(n, 0.0) for *_, p in steps)
+    )
     config = json.dumps({"algorithm": job.algorithm.model_dump(mode="json"), "data": "examples/smollm2"})
     return [
         *common.header("Vote, digests and snapshots in a trainer's step", config, str(seed)),
-        f"- {num_parameters / 1e6:.1f} M parameters, one trainer on one thread; {len(steps)} pairs of steps; a step has "
-        f"{job.algorithm.groups_per_step} groups of {job.algorithm.group_size} samples",
+        (
+            f"- {num_parameters / 1e6:.1f} M parameters, one trainer on one thread; {len(steps)} pairs of steps; a "
+            f"step has {job.algorithm.groups_per_step} groups of {job.algorithm.group_size} samples"
+        ),
         f"- whole step {common.summary([s[0] for s in steps])} s, plain loop {common.summary([s[1] for s in steps])} s",
-        f"- share of a step: {100 * middle:.2f} % (median; 95 % bootstrap interval {100 * low:.2f} to {100 * high:.2f} %; "
-        f"quartiles {100 * lower:.2f} to {100 * upper:.2f} %); bar {100 * SHARE_MAX:.0f} %: {met}",
-        f"- check by pairs: the whole step is longer by {100 * statistics.median(pairs):+.2f} % (median; 95 % bootstrap "
-        f"interval {100 * around[0]:+.2f} to {100 * around[1]:+.2f} %)",
+        (
+            f"- share of a step: {100 * middle:.2f} % (median; 95 % bootstrap interval {100 * low:.2f} to "
+            f"{100 * high:.2f} %; quartiles {100 * lower:.2f} to {100 * upper:.2f} %); bar "
+            f"{100 * SHARE_MAX:.0f} %: {met}"
+        ),
+        (
+            f"- check by pairs: the whole step is longer by {100 * statistics.median(pairs):+.2f} % (median; 95 % "
+            f"bootstrap interval {100 * around[0]:+.2f} to {100 * around[1]:+.2f} %)"
+        ),
         more,
         "",
         "| part | seconds, median (worst) | share of a step |",
@@ -217,12 +227,17 @@ def measure(model: str, pairs: int, seed: int, minutes: float) -> list[str]:
             taken = parts.take()
             plain = plain_step(service, mine) if plain is None else plain
             steps.append((whole, plain, taken))
-            print(f"pair {len(steps)}: whole {whole:.2f} s, plain {plain:.2f} s, parts {sum(taken.values()):.3f} s", flush=True)
+            print(
+                f"pair {len(steps)}: whole {whole:.2f} s, plain {plain:.2f} s, parts {sum(taken.values()):.3f} s",
+                flush=True,
+            )
         peak = peak_gib()
         began = time.perf_counter()
         service.save_checkpoint(str(folder / "checkpoints"), 1)
         saved = time.perf_counter() - began
-        more = f"- memory at its peak {peak:.1f} GiB, with a checkpoint, which takes {saved:.1f} s, {peak_gib():.1f} GiB"
+        more = (
+            f"- memory at its peak {peak:.1f} GiB, with a checkpoint, which takes {saved:.1f} s, {peak_gib():.1f} GiB"
+        )
         num_parameters = service.replica.state.num_parameters
         service.close()
     if not steps:

@@ -1,4 +1,4 @@
-"""The reward: 1 for the right number as the last one of the response, less the further it is away, 0 without a number."""
+"""The reward: 1 for the right number at the end, less the further it is away, 0 without a number."""
 
 import re
 

@@ -41,7 +41,8 @@ PIECE_BYTES: Final = 32 << 20
 """Length of the pieces of `flat_digest`. Shorter inputs take no longer to hash than threads take to start."""
 NUM_THREADS_MAX: Final = 4
 
-Item, Found = TypeVar("Item"), TypeVar("Found")
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

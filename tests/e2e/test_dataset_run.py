@@ -4,7 +4,6 @@ chat model. Beside its questions are one that cannot be scored and one that is t
 
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 EXAMPLE = ROOT / "examples" / "smollm2"
 NUM_ROWS = 5
 REWARDS = """
-from rewards import right
 
 
 async def score(response, answer):
@@ -34,7 +32,6 @@ async def score(response, answer):
 def write_example(folder: Path) -> None:
     """The example's own files, with few rows and a tiny model."""
     write_chat_model(folder / "model")
-    shutil.copyfile(EXAMPLE / "rewards.py", folder / "rewards.py")
     spec = importlib.util.spec_from_file_location("smollm2_data", EXAMPLE / "data.py")
     assert spec is not None and spec.loader is not None
     data = importlib.util.module_from_spec(spec)
@@ -43,9 +40,9 @@ def write_example(folder: Path) -> None:
     train, held_out = ((folder / name).read_text() for name in ("train.jsonl", "held-out.jsonl"))
     questions = [json.loads(line)["question"] for line in (train + held_out).splitlines()]
     assert len(questions) == len(set(questions)) == NUM_ROWS + 3, "no question is in both files"
-    more = [{"question": "say 1", "answer": "none"}, {"question": "say " + "please " * 20, "answer": "1"}]
+    more = [{"question": "say 1", "answer": "none"}, {"question": "say " + "please " * 40, "answer": "1"}]
     (folder / "train.jsonl").write_text(train + "".join(json.dumps(row) + "\n" for row in more))
-    (folder / "mine.py").write_text(REWARDS)
+    (folder / "mine.py").write_text((EXAMPLE / "rewards.py").read_text() + REWARDS)
     job = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
     job |= {"num_steps": 3, "reward": {"function": "mine.py:score", "attempts": 2}}
     job["data"] |= {"max_prompt_tokens": 40, "max_response_tokens": 6}

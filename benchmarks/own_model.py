@@ -131,7 +131,7 @@ def answer(folder: Path, held_out: Path, model: str) -> list[float]:
         )
         group = PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=(sample,))
         rewards += task.rewards(group)
-    task.close()
+    engine.close()
     return rewards
 
 

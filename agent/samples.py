@@ -150,7 +150,7 @@ HOST_SECONDS = 1.0
 def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
     """Joins page and kernel state into one sample. `registry.poll` has just read the page."""
     who, page = tracked.registration, tracked.page
-    kernel = tracked.probe.read(page.work_tid if page else 0)
+    kernel = tracked.probe.read(page.work_tid if page else 0, at)
     if not (alive := tracked.exited_at is None):
         kernel = kernel._replace(proc_state="X", rss_bytes=0, num_threads=0)
     reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}

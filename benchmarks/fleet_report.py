@@ -137,24 +137,29 @@ def healthy_rate(mine: Sequence[Outcome]) -> tuple[int, float]:
     return sum(o.false_healthy for o in mine), seconds / SECONDS_PER_DAY / 1000
 
 
+CALIBRATION_HEAD = ("", "machine-days", "expected", "observed", "observed rate [95 %]", "asked is")
+SIZES = ((NUM_MACHINES_MIN, 16), (17, 64), (65, 256), (257, NUM_MACHINES_MAX))
+
+
+def calibration_row(label: str, asked: float, observed: int, days: float) -> list[str]:
+    """`asked`: per 1,000 machine-days. `days`: thousands of machine-days."""
+    low, high = (x / days for x in poisson_interval(observed))
+    inside = "inside" if low <= asked <= high else ("fewer" if high < asked else "more")
+    rate = f"{observed / days:,.1f} [{low:,.1f}, {high:,.1f}]"
+    return [label, f"{1000 * days:,.0f}", f"{asked * days:,.1f}", str(observed), rate, inside]
+
+
 def calibration(runs: Sequence[Sequence[Outcome]]) -> list[str]:
+    """By asked rate, and by size of task within each."""
     rows = []
     for mine in runs:
-        k, days = healthy_rate(mine)
-        low, high = (x / days for x in poisson_interval(k))
         asked = mine[0].asked
-        inside = "inside" if low <= asked <= high else ("fewer" if high < asked else "more")
-        rows.append(
-            [
-                f"{asked:g}",
-                f"{1000 * days:,.0f}",
-                f"{asked * days:,.1f}",
-                str(k),
-                f"{k / days:,.1f} [{low:,.1f}, {high:,.1f}]",
-                inside,
-            ]
-        )
-    return table(("asked", "machine-days", "expected", "observed", "observed rate [95 %]", "asked is"), rows)
+        rows.append(calibration_row(f"{asked:g} asked", asked, *healthy_rate(mine)))
+        for low, high in SIZES:
+            some = [o for o in mine if low <= o.task.num_machines <= high]
+            if some:
+                rows.append(calibration_row(f"{asked:g}, {low} to {high} machines", asked, *healthy_rate(some)))
+    return table(CALIBRATION_HEAD, rows)
 
 
 def precision(right: float, false: float, false_healthy: float) -> float:

@@ -5,12 +5,13 @@ It keeps clocks, not histories: seconds without progress on the wall clock, and 
 time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
 `SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
 
-Deadlines are learned per (role, phase): max(floor, k x own P99), capped at the ceiling. A learned value is the
-effective time between two advances of progress. Only completed gaps are learned, and none from a process with a
-standing finding: faulty behaviour must not enter the baseline.
+Deadlines are learned per (role, phase): max(floor, k x own P99), at most the ceiling or 3 x the median. A learned
+value is the effective time between two advances of progress. Only completed gaps are learned, and none from a process
+with a standing finding: faulty behaviour must not enter the baseline.
 """
 
 import math
+import statistics
 from collections import deque
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,11 @@ class ProgressGaps:
         key = (role, phase)
         return self.cached[key] if self.counts.get(key, 0) >= GAPS_MIN else None
 
+    def median(self, role: str, phase: str) -> float:
+        """Seconds; 0 with fewer than `GAPS_MIN` gaps."""
+        key = (role, phase)
+        return statistics.median(self.values[key]) if self.counts.get(key, 0) >= GAPS_MIN else 0.0
+
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
         waiting_phases = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
@@ -75,14 +81,22 @@ class ProgressGaps:
         return max(known) if known else None
 
 
-def learned_deadline(p99: float | None, config: DetectorConfig) -> Deadline:
-    """max(floor, k x P99), capped at the ceiling; without a P99, the first-unit deadline."""
+LONG_UNITS_FACTOR = 3.0
+"""Units may take longer than the ceiling: no deadline is below this multiple of their median, which one outlier does
+not raise."""
+
+
+def learned_deadline(p99: float | None, config: DetectorConfig, median: float = 0.0) -> Deadline:
+    """max(floor, k x P99), at most the ceiling or 3 x median; without a P99, the first-unit deadline."""
     if p99 is None:
         seconds = config.first_unit_seconds
         return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)
     floor, factor = config.hang_floor_seconds, config.hang_p99_factor
     seconds = min(config.hang_ceiling_seconds, max(floor, factor * p99))
-    return Deadline(seconds=seconds, text=f"{seconds:.1f} s = max({floor:g}, {factor:g} x P99 {p99:.2f})", learned=True)
+    text = f"max({floor:g}, {factor:g} x P99 {p99:.2f})"
+    if LONG_UNITS_FACTOR * median > seconds:
+        seconds, text = LONG_UNITS_FACTOR * median, f"{LONG_UNITS_FACTOR:g} x median {median:.2f}, above the ceiling"
+    return Deadline(seconds=seconds, text=f"{seconds:.1f} s = {text}", learned=True)
 
 
 Key = tuple[str, int, int]

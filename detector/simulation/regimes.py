@@ -76,6 +76,10 @@ class Schedule:
     interval_seconds: float
     num_ticks: int
 
+    @property
+    def seconds(self) -> float:
+        return self.interval_seconds * self.num_ticks
+
 
 SCHEDULES = (  # [issue]
     Schedule(name="15 min at 1 s", interval_seconds=1.0, num_ticks=900),

@@ -110,7 +110,8 @@ def test_the_report_says_recall_delay_calibration_and_precision() -> None:
     assert "| 4 to 8 sigma | 10 | 9 | 0.900 [0.555, 0.997] | 4 s | missed |" in text
     assert "| 8 to 20 sigma | 0 | 0 | - | - | - |" in text
     machine_days = (10 * 6 * 200 + 6 * 620) / 86_400
-    assert f"| 100 | 0 | {100 * machine_days / 1000:.1f} | 1 | {1000 / machine_days:,.1f} [" in text
+    counted = f"| 0 | {100 * machine_days / 1000:.1f} | 1 | {1000 / machine_days:,.1f} ["
+    assert f"| 100 asked {counted}" in text and f"| 100, 4 to 16 machines {counted}" in text
     assert "| base rate | 0.900 | 0.100 |" in text
     svg = fleet_report.curve([[*found, missed]])
     assert svg.startswith("<svg") and "made-up, 100 asked" in svg

@@ -1,6 +1,7 @@
 """One process: state, CPU time, run delay, throttling, memory.
 
-A `read()` costs two small reads of `/proc` (stat of the process, schedstat of its working thread). The run delay over
+A `read()` costs two small reads of `/proc` (stat of the process, schedstat of its working thread), and a third while a
+working thread that is not the main one stands still. The run delay over
 all threads and the cgroup are read less often, because a torch or Ray process has a hundred threads. `/proc/PID/stat`
 stays open: the descriptor refers to this process even if its PID is reused.
 
@@ -22,6 +23,7 @@ NUM_THREADS_MAX = 4096
 """Further threads are ignored."""
 STAT_BYTES_MAX = 4096
 NANOSECONDS = 1e-9
+RUNNABLE = "R"
 
 
 class ProcessReading(NamedTuple):
@@ -74,6 +76,32 @@ def parse_run_delay(raw: bytes) -> float:
     return int(fields[1]) * NANOSECONDS if len(fields) >= 2 else 0.0
 
 
+@dataclass(slots=True)
+class WorkDelay:
+    """Run delay of the working thread, the wait in progress included.
+
+    The kernel adds a wait to a thread's run delay when the thread gets a CPU: until then, on a crowded host, a thread
+    that waits for seconds looks like one that is blocked. In state R without run time, it is waiting.
+    """
+
+    work_tid: int = 0
+    schedstat: bytes = b""  # newest
+    since: float = 0.0  # when it was first read like this, with the thread in state R; 0: not
+    seconds: float = 0.0
+
+    def update(self, schedstat: bytes, at: float, is_runnable: Callable[[], bool]) -> float:
+        """Seconds, never fewer than before. `at`: monotonic seconds; `is_runnable`: whether its state is R."""
+        if schedstat != self.schedstat:
+            self.schedstat, self.since = schedstat, 0.0
+        elif is_runnable():
+            self.since = self.since or at
+        else:
+            self.since = 0.0
+        waiting = at - self.since if self.since else 0.0
+        self.seconds = max(self.seconds, parse_run_delay(schedstat) + waiting)
+        return self.seconds
+
+
 def read_small(path: str) -> bytes:
     """A small `/proc` file, at a third of the cost of `Path.read_bytes`, which matters with hundreds of threads.
 
@@ -104,7 +132,7 @@ class ProcessProbe:
         self._stat = _OpenFile(self._dir / "stat")
         self._work: _OpenFile | None = None
         self._throttle = ThrottleProbe(self._dir, cgroup_root)
-        self._work_tid = 0
+        self._work_delay = WorkDelay()
         self._delay_of_tid: dict[str, float] = {}
         self._rounds = 0
         self._reading = ProcessReading()
@@ -115,20 +143,21 @@ class ProcessProbe:
             self._work.close()
             self._work = None
 
-    def read(self, work_tid: int = 0) -> ProcessReading:
-        """The process now. `work_tid`: native ID of its working thread; 0: the main thread."""
+    def read(self, work_tid: int = 0, at: float = 0.0) -> ProcessReading:
+        """The process now, at `at` (monotonic seconds). `work_tid`: native ID of its working thread; 0: the main
+        thread."""
         last = self._reading
         try:
             stat = parse_stat(self._stat.read())
         except (OSError, ValueError):
             self._reading = last._replace(proc_state="?")
             return self._reading
-        work_delay = self._work_delay(work_tid)
+        work_delay = self._read_work_delay(work_tid, at, stat.state)
         total, throttled = last.run_delay_seconds, last.throttled_seconds
         if self._rounds % SLOW_ROUNDS == 0:
             total += self._grown_delay()
         if self._rounds % THROTTLE_ROUNDS == 0:
-            throttled = max(throttled, self._tolerant(self._throttle.read))
+            throttled = max(throttled, self._throttled())
         self._rounds += 1
         self._reading = ProcessReading(
             proc_state=stat.state,
@@ -142,15 +171,23 @@ class ProcessProbe:
         )
         return self._reading
 
-    def _work_delay(self, work_tid: int) -> float:
-        """Run delay of the working thread; restarts when another thread takes over the work."""
-        if work_tid != self._work_tid or self._work is None:
+    def _read_work_delay(self, work_tid: int, at: float, main_state: str) -> float:
+        """Restarts when another thread takes over the work."""
+        task = self._dir / "task" / (str(work_tid) if work_tid else self._dir.name)
+        if work_tid != self._work_delay.work_tid or self._work is None:
             if self._work is not None:
                 self._work.close()
-            self._work_tid = work_tid
-            name = str(work_tid) if work_tid else self._dir.name
-            self._work = _OpenFile(self._dir / "task" / name / "schedstat")
-        return self._tolerant(lambda: parse_run_delay(self._work.read()) if self._work else 0.0)
+            self._work_delay = WorkDelay(work_tid)
+            self._work = _OpenFile(task / "schedstat")
+
+        def is_runnable() -> bool:
+            state = main_state if task.name == self._dir.name else parse_stat(read_small(f"{task}/stat")).state
+            return state == RUNNABLE
+
+        try:
+            return self._work_delay.update(self._work.read(), at, is_runnable)
+        except (OSError, ValueError):
+            return 0.0  # the thread ended, or the kernel keeps no such statistics
 
     def _grown_delay(self) -> float:
         """Seconds of run delay of all threads since the last call."""
@@ -169,12 +206,11 @@ class ProcessProbe:
         self._delay_of_tid = now
         return grown
 
-    @staticmethod
-    def _tolerant(read: Callable[[], float]) -> float:
+    def _throttled(self) -> float:
         try:
-            return read()
+            return self._throttle.read()
         except (OSError, ValueError):
-            return 0.0  # the thread ended, or the kernel keeps no such statistics
+            return 0.0  # the process ended, or the kernel keeps no such statistics
 
 
 class _OpenFile:

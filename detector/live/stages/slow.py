@@ -121,6 +121,8 @@ STRIDE_SECONDS_MAX = 30.0
 """A stride with less work by then is dropped: slowness of an idle process does not matter."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
+ALONE_STARVED_SHARE_MAX = 0.5
+"""The same without peers: on a host so crowded, all work takes longer than run delay tells, and nothing cancels it."""
 RATIO_CLIP = math.log(4.0)
 """Clip of one observation in the ratio that is reported, and in the sum of a process without peers."""
 SUM_CLIP = math.log(2.5)
@@ -180,6 +182,7 @@ class WorkObservation:
     seconds_per_unit: float
     load: float
     censored: bool
+    starved_share: float  # of its busy time
 
 
 def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None) -> WorkObservation | None:
@@ -225,7 +228,7 @@ def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | No
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens
     load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
-    return WorkObservation((busy - starved) / units, load, False)
+    return WorkObservation((busy - starved) / units, load, False, starved / busy)
 
 
 def _censored(
@@ -239,7 +242,10 @@ def _censored(
     meter.censored_at = sample.at
     # gap_p99 includes overhead between two units (scheduling), which must not count as slowness.
     seconds = subject.stall.effective * min(1.0, meter.expected_seconds_per_unit / gap_p99)
-    return WorkObservation(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
+    if seconds <= meter.expected_seconds_per_unit:
+        return None
+    starved_share = 1 - subject.stall.effective / subject.stall.wall if subject.stall.wall else 0.0
+    return WorkObservation(seconds, meter.load, True, starved_share)
 
 
 def load_bin(load: float) -> int:
@@ -326,6 +332,8 @@ def _observe(
     state.peers.note(subject)
     meter.peers, reference = state.peers.median_without(subject)
     if not meter.peers:
+        if work.starved_share > ALONE_STARVED_SHARE_MAX:
+            return
         reference = _fleet_shift(fleet, subject, now)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
     terms = sensitivity(config, meter.peers)

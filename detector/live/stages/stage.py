@@ -19,7 +19,14 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
 from rolecall.core.telemetry import AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.monitored_process import BEATS, Deadline, MonitoredProcess, ProgressClocks, learned_deadline
+from rolecall.detector.live.monitored_process import (
+    BEATS,
+    LONG_UNITS_FACTOR,
+    Deadline,
+    MonitoredProcess,
+    ProgressClocks,
+    learned_deadline,
+)
 from rolecall.detector.live.processes import MonitoredProcesses
 
 EFFECTIVE_SHARE = 0.4
@@ -75,11 +82,13 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     p99 = fleet.gaps.p99(role, phase)
     if p99 is None and phase not in RARE_PHASES:
         p99 = fleet.gaps.p99_of_role(role)
-    deadline = learned_deadline(p99, config)
+    is_long = p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds
+    deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
     if longer > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
         text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, it is using CPU"
-        return Deadline(seconds=min(longer, config.hang_ceiling_seconds), text=text, learned=True)
+        seconds = max(deadline.seconds, min(longer, config.hang_ceiling_seconds))
+        return Deadline(seconds=seconds, text=text, learned=True)
     if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
         return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)
     return deadline

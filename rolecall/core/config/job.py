@@ -142,7 +142,7 @@ class DetectorConfig(Section):
     hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
     """Deadline as a multiple of the learned P99. A larger value detects later, with fewer false alarms."""
     hang_ceiling_seconds: Seconds = 60.0
-    """Upper bound of a learned deadline."""
+    """Upper bound of a learned deadline, or three times the median where units are that long."""
     first_unit_seconds: Seconds = 120.0
     """Deadline of start, compilation and the first unit of work of an incarnation."""
     slow_ratio: Annotated[float, Field(gt=1)] = 1.5

@@ -71,6 +71,28 @@ def test_run_delay_grows_over_threads_that_come_and_go(tmp_path: Path) -> None:
     assert it.read().run_delay_seconds == pytest.approx(first + 2.0)
 
 
+@pytest.mark.parametrize("work_tid", [0, 22328])
+def test_a_wait_in_progress_is_run_delay(tmp_path: Path, work_tid: int) -> None:
+    """The kernel counts a wait when it is over."""
+    shutil.copytree(RECORDED / str(BUSY), tmp_path / str(BUSY))
+    task = tmp_path / str(BUSY) / "task" / str(work_tid or BUSY)
+    (task / "stat").write_bytes((RECORDED / str(BUSY) / "stat").read_bytes())
+    it = probe(BUSY, tmp_path)
+
+    def delay(at: float, schedstat: str) -> float:
+        (task / "schedstat").write_text(schedstat)
+        return it.read(work_tid, at).main_run_delay_seconds
+
+    assert delay(10.0, "1000 2000000000 3\n") == pytest.approx(2.0)
+    assert delay(10.2, "1000 2000000000 3\n") == pytest.approx(2.0)  # since when it waits is not known
+    assert delay(13.2, "1000 2000000000 3\n") == pytest.approx(5.0)
+    assert delay(13.4, "2000 5100000000 4\n") == pytest.approx(5.1)  # it got a CPU
+    assert delay(13.6, "9000 5100000000 4\n") == pytest.approx(5.1)  # it runs
+    for name in (task / "stat", tmp_path / str(BUSY) / "stat"):
+        name.write_bytes(name.read_bytes().replace(b") R ", b") S "))
+    assert delay(20.0, "9000 5100000000 4\n") == delay(29.0, "9000 5100000000 4\n") == pytest.approx(5.1)  # it sleeps
+
+
 @pytest.mark.parametrize("raw", [b"", b"no bracket", b"1 (x) R 2 3"])
 def test_a_damaged_stat_is_a_value_error(raw: bytes) -> None:
     with pytest.raises(ValueError):

@@ -12,7 +12,8 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.monitored_process import learned_deadline
+from rolecall.detector.live.monitored_process import GAPS_KEPT, ProgressGaps, learned_deadline
+from rolecall.detector.live.stages.stage import phase_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -77,6 +78,30 @@ def test_deadlines_are_reported_in_words() -> None:
         detector.observe(o)
     deadline = learned_deadline(detector._fleet.gaps.p99("rollout", "generate"), CONFIG)
     assert deadline.text.startswith("2.5 s = max(2.5, 5 x P99 0.")
+
+
+def test_units_may_be_longer_than_the_ceiling_and_one_outlier_raises_no_deadline() -> None:
+    gaps = ProgressGaps()
+    for seconds in [1.0] * 20 + [90.0]:
+        gaps.add("trainer", "compute", seconds)
+    for _ in range(20):
+        gaps.add("trainer", "reduce", 70.0)
+    p99, median_seconds = gaps.p99("trainer", "compute"), gaps.median("trainer", "compute")
+    assert learned_deadline(p99, CONFIG, median_seconds).seconds <= CONFIG.hang_ceiling_seconds
+    deadline = learned_deadline(gaps.p99("trainer", "reduce"), CONFIG, gaps.median("trainer", "reduce"))
+    assert deadline.seconds == 210.0 and "3 x median 70.00, above the ceiling" in deadline.text
+
+
+def test_a_role_of_long_units_has_a_long_deadline() -> None:
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    for o in fleet.run(45.0):
+        detector.observe(o)
+    processes = detector._fleet
+    (generating, *_) = [p for p in processes.current() if p.role == "rollout" and p.phase == "generate"]
+    assert phase_deadline(processes, generating, CONFIG).seconds < CONFIG.hang_ceiling_seconds
+    for _ in range(GAPS_KEPT):
+        processes.gaps.add("rollout", "generate", 70.0)
+    assert phase_deadline(processes, generating, CONFIG).seconds == 210.0
 
 
 def test_progressing_states_what_is_missing() -> None:

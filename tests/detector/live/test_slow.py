@@ -12,6 +12,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SIGMA_PRIOR, SlowState
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
@@ -72,34 +73,57 @@ def test_one_wild_observation_hardly_moves_a_baseline() -> None:
     assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0, abs=0.01)
 
 
+def sampled(subject: MonitoredProcess, seconds: float, *, units: int, delay: float, throttled: float = 0.0) -> None:
+    """A sample of a process that is always busy."""
+    subject.sample = ProcessSample(
+        process=ProcessId(node=NodeId("node-0"), pid=1, start_ticks=1),
+        role=subject.role,
+        replica=subject.replica,
+        rank=0,
+        incarnation=1,
+        at=seconds,
+        wall_at=seconds,
+        alive=True,
+        page_ok=True,
+        phase=Phase.GENERATE,
+        busy_seconds=seconds,
+        work_units=units,
+        tokens=units * 20,
+        main_run_delay_seconds=delay,
+        throttled_seconds=throttled,
+    )
+
+
 def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() -> None:
     """Run delay (read five times a second) holds the throttled time, which agents read every other second."""
     subject = MonitoredProcess("rollout/0", "rollout", 0, 1, "node-0", None, seen_wall=0.0)
     taken = []
     for tick in range(1, 151):
         seconds = tick * 0.2
-        subject.sample = ProcessSample(
-            process=ProcessId(node=NodeId("node-0"), pid=1, start_ticks=1),
-            role="rollout",
-            replica="rollout/0",
-            rank=0,
-            incarnation=1,
-            at=seconds,
-            wall_at=seconds,
-            alive=True,
-            page_ok=True,
-            phase=Phase.GENERATE,
-            busy_seconds=seconds,
-            work_units=tick * 5,
-            tokens=tick * 100,
-            main_run_delay_seconds=0.75 * seconds,
-            throttled_seconds=0.75 * (seconds // 2 * 2),
-        )
+        sampled(subject, seconds, units=tick * 5, delay=0.75 * seconds, throttled=0.75 * (seconds // 2 * 2))
         work = slow.measure(subject, stride_seconds=1.0, gap_p99=None)
         if work is not None and seconds > 5.0:  # before the second reading nothing can be known
             taken.append(work.seconds_per_unit)
     assert len(taken) >= 10
     assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"
+
+
+@pytest.mark.parametrize(("starved", "named"), [(0.3, True), (0.7, False)])
+def test_without_peers_a_crowded_host_is_no_evidence(starved: float, named: bool) -> None:
+    """From 60 s on the process takes three times its CPU time, and neighbours take a share of its time."""
+    config, state, fleet = DetectorConfig(), SlowState(), MonitoredProcesses()
+    subject = MonitoredProcess("trainer/0", "trainer", 0, 1, "node-0", None, seen_wall=0.0)
+    fleet.roster.add(subject)
+    done = delay = 0.0
+    for tick in range(1, 900):
+        seconds = tick * 0.2
+        crowded = seconds > 60
+        delay += 0.2 * starved * crowded
+        done += 0.2 / 0.04 * ((1 - starved) / 3 if crowded else 1.0)
+        sampled(subject, seconds, units=int(done), delay=delay)
+        fleet.sampled = [subject]
+        slow.update(state, fleet, config, seconds)
+    assert subject.slow.alarmed is named
 
 
 def test_the_onset_is_on_the_watchers_clock() -> None:

@@ -66,6 +66,23 @@ def thread(engine: Engine) -> Iterator[EngineThread]:
     thread.close()
 
 
+def test_the_start_is_the_work_of_its_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter._page, "work_ident", 0)  # as in a process that has made no progress yet
+    begun, go_on = threading.Event(), threading.Event()
+
+    def make() -> Engine:
+        begun.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return engine
+
+    thread = EngineThread(make, len, clock=SystemClock())  # type: ignore[arg-type]
+    assert begun.wait(PATIENCE_SECONDS)
+    assert (page().phase, page().work_tid) == (Phase.START, thread._thread.native_id)
+    go_on.set()
+    thread.wait_started(PATIENCE_SECONDS)
+    thread.close()
+
+
 def test_requests_are_owed_before_the_thread_has_come_to_them(engine: Engine, thread: EngineThread) -> None:
     entries = page().phase_entries
     engine.gate.clear()

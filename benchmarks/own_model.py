@@ -33,6 +33,7 @@ import common
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import StepCommitted
 
 EXAMPLE = common.ROOT / "examples" / "smollm2"
 RUNS = common.ROOT / "runs"
@@ -204,7 +205,9 @@ def _watched(
             steps = journal.events(kinds=[EventKind.STEP_COMMITTED])
             for event in steps[told:]:
                 step = event.payload
-                print(f"{run.name}: step {step.step}, reward {step.reward}, {step.seconds:.1f} s", flush=True)  # type: ignore[attr-defined]
+                assert isinstance(step, StepCommitted)
+                reward = "unknown" if step.reward is None else f"{step.reward:.3f}"
+                print(f"{run.name}: step {step.step}, reward {reward}, {step.seconds:.1f} s", flush=True)
             told = len(steps)
             if faults and told >= faults[0][1]:
                 kind, step_number = faults.pop(0)

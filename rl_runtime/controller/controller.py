@@ -63,7 +63,9 @@ logger = logging.getLogger(__name__)
 SYNC_SECONDS = 0.2
 """Period of reading the membership records. A longer one delays the reassignment of a replaced replica's work."""
 STOP_SECONDS = 10.0
-"""How long a stop waits for the running step, and the end of a run for its last checkpoint."""
+"""How long a stop waits for the running step, and a stopped run for its last checkpoint."""
+LAST_CHECKPOINT_SECONDS = 300.0
+"""How long a completed run waits for its last checkpoint: of a large model it is many gigabytes."""
 HOLD_FLAG, STOP_FLAG, DONE_FLAG = "hold", "stop", "done"
 RUN_ENDED = "run_ended"
 
@@ -472,7 +474,8 @@ class Controller:
         self.state.issuing = False
         if outcome != "failed" and self.trainers.members:
             try:
-                await within(self._finish_state(), STOP_SECONDS, "the last checkpoint")
+                seconds = LAST_CHECKPOINT_SECONDS if outcome == "completed" else STOP_SECONDS
+                await within(self._finish_state(), seconds, "the last checkpoint")
             except (RolecallError, OSError) as e:
                 if isinstance(e, ControllerSuperseded):
                     raise

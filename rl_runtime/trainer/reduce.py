@@ -184,12 +184,13 @@ class ReduceGroup:
     def all_reduce(
         self, local: torch.Tensor, *, bucket_bytes: int = BUCKET_BYTES, on_bucket: Callable[[], None] = nothing
     ) -> torch.Tensor:
-        """The sum over all members, in a new tensor; `local` (flat) is unchanged.
+        """The sum over all members, in a new tensor; `local` (flat) is unchanged. Alone: `local` itself, which must not
+        be changed then.
 
         Raises:
             PeerLost: a peer disconnected, or the timeout expired. The partial result is discarded.
         """
-        snapshot = local.clone()
+        snapshot = local if self.size == 1 else local.clone()
         stride = max(1, bucket_bytes // local.element_size())
         for number, start in enumerate(range(0, snapshot.numel(), stride)):
             on_bucket()

@@ -69,8 +69,8 @@ class TrainerService:
             self._publish(self.replica.state.commit.policy_version)
 
     def _publish(self, version: int) -> None:
-        tensors = self.replica.state.policy_tensors(version)
-        manifest = build_manifest(version, tensors, self.replica.state.canary_logprobs(CANARY))
+        tensors, entries = self.replica.state.policy_snapshot(version)
+        manifest = build_manifest(version, tensors, self.replica.state.canary_logprobs(CANARY), entries)
         self._server.publish(manifest, tensors, copy=False)
         self._manifests[version] = manifest
         self._manifests.move_to_end(version)

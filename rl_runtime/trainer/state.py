@@ -13,8 +13,8 @@ update is applied.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -28,11 +28,11 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
 from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_name
-from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, first_commit
+from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, TensorEntry, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
-from rolecall.rl_runtime.weights.digest import DTYPES, raw_bytes
+from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -161,11 +161,25 @@ class Network:
             self._optimizer.state[p]["step"].fill_(float(steps))
         self.masters_changed()
 
+    @property
+    def sends_masters(self) -> bool:
+        """Whether the weights sent to engines are the masters, under the same names."""
+        return len(self._sent) == len(self.masters) and all(
+            p is master for p, master in zip(self.parameters, self.masters, strict=True)
+        )
+
     def frozen_digest(self) -> str:
         """SHA-256 over all parameters that are not trained, before any step; "" if all are."""
         trained = {id(p) for p in self.parameters}
-        frozen = [p for *_, p in self._sent if id(p) not in trained]
-        return _digest(frozen) if frozen else ""
+        frozen = {n: p for _, n, p in self._sent if id(p) not in trained}
+        return entries_digest(entries_of(frozen)) if frozen else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySnapshot:
+    version: int
+    weights: Mapping[str, torch.Tensor]
+    entries: tuple[TensorEntry, ...]
 
 
 class TrainerState:
@@ -191,9 +205,11 @@ class TrainerState:
         self.commit, self.band = commit, LearnedBand()
         self._lock = threading.RLock()
         self._frozen = policy.frozen_digest()
+        self._snapshot: PolicySnapshot | None = None  # of the newest version that was asked for
+        self._entries: tuple[TensorEntry, ...] = ()  # of the policy's masters
         self.weights_digest = self._digest_weights()
-        """SHA-256 over all masters in the order of their names, the policy's before the critic's, and over the weights
-        that adapters are added to."""
+        """SHA-256 over the entries (name, dtype, shape, SHA-256 of the bytes) of all masters of policy and critic, and
+        over the weights that adapters are added to."""
 
     def become(self, other: "TrainerState") -> None:
         """Of a draft: becomes a bitwise copy of the committed state."""
@@ -259,11 +275,18 @@ class TrainerState:
         version, kept = self.commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.previous.items() if v > version - kept}
-            self.previous = {**old, version: self.policy.under_own_names(self.policy.weights())}
+            self.previous = {**old, version: self.policy.under_own_names(self.policy_snapshot(version)[0])}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """An immutable copy of the weights of policy version `version`, as they are computed with and sent to engines:
-        in the job's dtype, adapters merged, Hugging Face names.
+        """The weights of `policy_snapshot`."""
+        return self.policy_snapshot(version)[0]
+
+    def policy_snapshot(self, version: int) -> tuple[dict[str, torch.Tensor], tuple[TensorEntry, ...]]:
+        """An immutable copy of the weights of policy version `version`, as they are computed with and sent to engines
+        (in the job's dtype, adapters merged, Hugging Face names), and their entries.
+
+        One copy serves all callers. Where masters are sent as they are, the entries are those of the commit's vote,
+        computed from the weights themselves: a copy that differs is refused by every puller.
 
         Raises:
             StaleIncarnation: this replica has another version.
@@ -273,7 +296,11 @@ class TrainerState:
                 raise StaleIncarnation(
                     replica=self._replica, wanted=f"version {self.commit.policy_version}", got=f"version {version}"
                 )
-            return self.policy.weights()
+            if self._snapshot is None or self._snapshot.version != version:
+                weights = self.policy.weights()
+                entries = self._entries if self.policy.sends_masters else entries_of(weights)
+                self._snapshot = PolicySnapshot(version, weights, entries)
+            return dict(self._snapshot.weights), self._snapshot.entries
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each of `tokens` but the first, under the current weights."""
@@ -307,7 +334,7 @@ class TrainerState:
         with self._lock:
             for network in self._networks:
                 network.take(tensors, steps)
-            self.previous = {}  # they may belong to a discarded policy
+            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
 
@@ -329,15 +356,10 @@ class TrainerState:
         return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
-        masters = _digest(p for network in self._networks for p in network.masters)
+        self._entries, *critic = (entries_of(dict(zip(n.names, n.masters, strict=True))) for n in self._networks)
+        prefixed = (replace(e, name=f"{CRITIC}{e.name}") for entries in critic for e in entries)
+        masters = entries_digest((*self._entries, *prefixed))
         return hashlib.sha256((self._frozen + masters).encode()).hexdigest() if self._frozen else masters
-
-
-def _digest(tensors: Iterable[torch.Tensor]) -> str:
-    total = hashlib.sha256()
-    for tensor in tensors:
-        total.update(raw_bytes(tensor))
-    return total.hexdigest()
 
 
 def first_state(

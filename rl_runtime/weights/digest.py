@@ -3,12 +3,16 @@
 A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order only; its entry has name, dtype and
 shape, and a manifest's digest covers version and entries. Digests are equal exactly when the bits are: -0.0 and 0.0
 differ, and so do two NaNs with different payloads. There is no floating-point tolerance.
+
+A trainer hashes several gigabytes in each step of a large model, so that long inputs are hashed in threads.
 """
 
 import hashlib
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, TypeVar
 
 import torch
 
@@ -33,6 +37,13 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 
+PIECE_BYTES: Final = 32 << 20
+"""Length of the pieces of `flat_digest`. Shorter inputs take no longer to hash than threads take to start."""
+NUM_THREADS_MAX: Final = 4
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in row-major order, without a copy if it is contiguous and on the CPU.
@@ -51,6 +62,18 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
+def flat_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 that covers all bytes of a long tensor, hex: of the bytes themselves up to `PIECE_BYTES`, else of the
+    SHA-256 of each piece, in order.
+    """
+    raw = raw_bytes(tensor)
+    if len(raw) <= PIECE_BYTES:
+        return hashlib.sha256(raw).hexdigest()
+    pieces = [raw[start : start + PIECE_BYTES] for start in range(0, len(raw), PIECE_BYTES)]
+    digests = _in_threads(lambda piece: hashlib.sha256(piece).digest(), pieces, len(raw))
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
 def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     """Name, dtype, shape and digest of one tensor. Raises WireError: the dtype is not transferable."""
     dtype = DTYPE_NAMES.get(tensor.dtype)
@@ -61,7 +84,16 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
 
 def entries_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
     """Entries of all tensors, sorted by name."""
-    return tuple(tensor_entry(name, tensors[name]) for name in sorted(tensors))
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    return tuple(_in_threads(lambda name: tensor_entry(name, tensors[name]), sorted(tensors), num_bytes))
+
+
+def _in_threads(digest: Callable[[Item], Found], items: Sequence[Item], num_bytes: int) -> list[Found]:
+    """`digest` of each item, in order: in threads where the bytes of all are many."""
+    if num_bytes <= PIECE_BYTES:
+        return [digest(item) for item in items]
+    with ThreadPoolExecutor(min(NUM_THREADS_MAX, len(os.sched_getaffinity(0))), "digest") as pool:
+        return list(pool.map(digest, items))
 
 
 def entries_digest(entries: Iterable[TensorEntry]) -> str:
@@ -83,7 +115,10 @@ def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
 
 
 def build_manifest(
-    policy_version: int, tensors: Mapping[str, torch.Tensor], canary_logprobs: Sequence[float]
+    policy_version: int,
+    tensors: Mapping[str, torch.Tensor],
+    canary_logprobs: Sequence[float],
+    entries: tuple[TensorEntry, ...] | None = None,
 ) -> Manifest:
     """The manifest that a trainer publishes after a commit.
 
@@ -91,8 +126,9 @@ def build_manifest(
         policy_version: 0 for the initial weights.
         tensors: weights under their Hugging Face names.
         canary_logprobs: the trainer's log-probabilities of `proof.CANARY`: the anchor of proof part (c).
+        entries: of these tensors, if known; null: computed.
     """
-    entries = entries_of(tensors)
+    entries = entries_of(tensors) if entries is None else entries
     return Manifest(
         policy_version=policy_version,
         tensors=entries,

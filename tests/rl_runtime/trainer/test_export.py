@@ -1,5 +1,8 @@
 """`rolecall export`: the newest checkpoint as a folder that transformers loads, whole or not at all."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,20 @@ from tests.e2e.runs import command
 from tests.rl_runtime.chat_model import write_chat_model
 
 TOKENS = torch.tensor([[1, 3, 6, 10, 11]])
+PROMPTS = [[1, 3, 6, 10 + n, 2, 1, 5] for n in range(6)]
+NUM_NEW = 8
+GREEDY_IN_VLLM = """
+import json, sys
+from rolecall.rl_runtime.rollout.engine import import_vllm
+vllm = import_vllm()
+folder, prompts, num_new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+model = vllm.LLM(
+    model=folder, dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=8 << 20, seed=0
+)
+sampling = vllm.SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True)
+made = model.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+print(json.dumps([list(m.outputs[0].token_ids) for m in made]))
+"""
 
 
 @pytest.fixture
@@ -120,3 +137,28 @@ def test_without_a_checkpoint_or_a_place_nothing_is_left(run: RunDir, tmp_path: 
     with pytest.raises(ConfigError, match="run mine has no checkpoint to export; damaged: "):
         export_model(run, tmp_path / "out", "float32")
     assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.xdist_group("engines")
+@pytest.mark.timeout(300)
+def test_vllm_and_transformers_give_the_folder_the_same_greedy_tokens(run: RunDir, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export_model(run, out, "float32")
+    model = AutoModelForCausalLM.from_pretrained(str(out), dtype=torch.float32)
+    given = AutoModelForCausalLM.from_pretrained(str(tmp_path / "given"), dtype=torch.float32)
+    wanted, untrained = ([greedy(m, p) for p in PROMPTS] for m in (model, given))
+    assert wanted != untrained, "else the weights before the training would pass, too"
+    argv = [sys.executable, "-c", GREEDY_IN_VLLM, str(out), json.dumps(PROMPTS), str(NUM_NEW)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == wanted
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NUM_NEW):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]

@@ -18,6 +18,7 @@ from rolecall.core.ids import replica_id
 from rolecall.rl_runtime.protocol.messages import Holder, Microbatch, StepResult, first_commit
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.state import parse_meta
+from rolecall.rl_runtime.weights.digest import entries_of
 from tests.rl_runtime.trainer_process import LEDGER, Spied, make_microbatches, tiny_job
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -134,6 +135,22 @@ def test_policy_snapshot_is_immutable_and_of_one_version(trainer: Spied) -> None
     assert not same(snapshot, trainer.state.policy_tensors(1))
     with pytest.raises(StaleIncarnation):
         trainer.state.policy_tensors(0)
+
+
+def test_the_entries_of_a_snapshot_are_those_of_its_tensors(trainer: Spied) -> None:
+    for step in range(2):
+        tensors, entries = trainer.state.policy_snapshot(step)
+        assert entries == entries_of(tensors)
+        take_step(trainer, step)
+
+
+def test_a_loaded_state_of_the_same_version_replaces_the_snapshot(trainer: Spied) -> None:
+    other = Spied(replica=NAME, incarnation=2, job=JOB.model_copy(update={"seed": 5}), has_state=False)
+    assert not same(trainer.state.policy_snapshot(0)[0], other.state.policy_snapshot(0)[0])
+    trainer.load_state(*other.state.export())
+    assert same(trainer.state.policy_snapshot(0)[0], other.state.policy_snapshot(0)[0])
+    assert trainer.state.policy_snapshot(0)[1] == other.state.policy_snapshot(0)[1]
+    assert trainer.state.weights_digest == other.state.weights_digest
 
 
 def test_state_survives_a_checkpoint_bit_by_bit(trainer: Spied, tmp_path: Path) -> None:

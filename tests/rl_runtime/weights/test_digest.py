@@ -7,10 +7,12 @@ import torch
 from rolecall.core.errors import WireError
 from rolecall.rl_runtime.weights.digest import (
     DTYPES,
+    PIECE_BYTES,
     build_manifest,
     check_manifest,
     entries_digest,
     entries_of,
+    flat_digest,
     manifest_digest,
     raw_bytes,
     tensor_digest,
@@ -46,6 +48,24 @@ def test_a_view_has_the_digest_of_its_copy() -> None:
 
 def test_one_bit_and_the_sign_of_zero_show() -> None:
     assert tensor_digest(torch.tensor([0.0])) != tensor_digest(torch.tensor([-0.0]))
+
+
+def test_a_long_tensors_digest_is_of_all_its_pieces() -> None:
+    short = torch.arange(8, dtype=torch.float64)
+    assert flat_digest(short) == tensor_digest(short)
+    long = torch.zeros(2 * PIECE_BYTES + 24, dtype=torch.uint8)
+    pieces = [hashlib.sha256(bytes(size)).digest() for size in (PIECE_BYTES, PIECE_BYTES, 24)]
+    before = flat_digest(long)
+    assert before == hashlib.sha256(b"".join(pieces)).hexdigest()
+    for place in (0, PIECE_BYTES, 2 * PIECE_BYTES + 23):
+        changed = long.clone()
+        changed[place] = 1
+        assert flat_digest(changed) != before
+
+
+def test_entries_of_many_bytes_are_those_of_each_tensor() -> None:
+    tensors = {name: torch.full((PIECE_BYTES // 16,), n, dtype=torch.float32) for n, name in enumerate("dcbae")}
+    assert entries_of(tensors) == tuple(tensor_entry(name, tensors[name]) for name in "abcde")
 
 
 def test_complex_tensors_may_not_travel() -> None:

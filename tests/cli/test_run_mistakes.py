@@ -1,0 +1,69 @@
+"""`rolecall run` with mistakes in the job file: each is named as `path: reason`, exit code 2, and nothing starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.runs import command
+from tests.rl_runtime.chat_model import write_chat_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+JOB: dict[str, Any] = {
+    "model": {"path": "model"},
+    "data": {"path": "train.jsonl", "answer": "answer", "max_prompt_tokens": 20, "max_response_tokens": 8},
+    "reward": "mine.py:right",
+    "roles": {"trainer": 1, "rollout": 1, "reward": 1},
+    "runtime": {"nodes": 4, "standbys": 0},
+}
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a missing column, a reward that cannot be imported, a model that vLLM lacks": (
+        {"data.prompt": "question", "reward": "nowhere.at_all:right", "model.path": "odd"},
+        (
+            "data: row 0 has no column 'question'; it has 'prompt', 'answer'",
+            "reward.function: nowhere.at_all cannot be imported: ModuleNotFoundError",
+            "model.path: vLLM has no NoSuchModel",
+        ),
+    ),
+    "a tokenizer without a template, a reward file without that function, too little memory": (
+        {"model.path": "bare", "reward": "mine.py:wrong", "runtime.kv_cache_bytes": 1 << 45},
+        (
+            "model.path: the tokenizer has no chat template",
+            "reward.function: ",
+            "roles: 1 trainers and 1 engines of 0 M parameters need about ",
+        ),
+    ),
+    "no model, no data": (
+        {"model.path": "missing", "data.path": "missing.jsonl"},
+        ("model.path: ", "data.path: "),
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "reasons"), MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_named_and_nothing_starts(
+    tmp_path: Path, changes: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    write_chat_model(tmp_path / "model")
+    write_chat_model(tmp_path / "bare", template=None)
+    config = json.loads((write_chat_model(tmp_path / "odd") / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
+    (tmp_path / "mine.py").write_text("def right(response, answer):\n    return float(response == answer)\n")
+    job: dict[str, Any] = json.loads(json.dumps(JOB))
+    for path, value in changes.items():
+        *section, name = path.split(".")
+        (job[section[0]] if section else job)[name] = value
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    done = command("run", str(tmp_path / "job.yaml"), "--id", "mine", "--runs", str(tmp_path / "runs"))
+    assert done.returncode == 2 and not done.stdout, done
+    lines = done.stderr.splitlines()
+    for reason in reasons:
+        assert any(reason in line for line in lines), (reason, done.stderr)
+    assert len([line for line in lines if ": " in line]) >= len(reasons)
+    assert not (tmp_path / "runs").exists(), "nothing of the run is there"
+    assert not psutil.Process().children(recursive=True), "no process was left"

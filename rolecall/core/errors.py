@@ -19,6 +19,7 @@ RolecallError
 ├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
 ├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
 ├── RewardFailed             the user's reward function raised, took too long, or ended its process
+│   └── EnvironmentFailed    an environment did so in the middle of a conversation, or is not deterministic
 ├── NothingScored            no group could be scored for so long that the run ends: how many, and why
 ├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof

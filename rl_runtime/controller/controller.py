@@ -112,7 +112,7 @@ class Controller:
         )
         self.table = table or TrajectoryTable()
         if job.environment is not None:
-            self.table.max_turns = job.environment.max_turns
+            self.table.expect_conversations(job.environment.max_turns)
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
         recorder, table, tasks = self.recorder, self.table, self._tasks

@@ -277,8 +277,7 @@ class TrajectoryTable:
     """All open groups. Owned by the controller's loop."""
 
     def __init__(self) -> None:
-        self.max_turns = 0
-        """Of the model in each conversation, where the job has an environment."""
+        self._max_turns = 0
         self.groups: dict[GroupId, OpenGroup] = {}
         self._by_request: dict[str, Trajectory] = {}
         self._forget: dict[EngineKey, list[str]] = defaultdict(list)
@@ -294,7 +293,7 @@ class TrajectoryTable:
     ) -> OpenGroup:
         """Adds a group without an engine, to be placed in order."""
         assert group_id not in self.groups, f"{group_id} is open already"
-        turns, awaits = self.max_turns, self.max_turns > 0
+        turns, awaits = self._max_turns, self._max_turns > 0
         made = [
             Trajectory(r, first_fresh=first_fresh, is_window=is_window, max_turns=turns, awaits=awaits)
             for r in requests
@@ -521,6 +520,10 @@ class TrajectoryTable:
         for trajectory in leaving:
             trajectory.engine, trajectory.sent, trajectory.holds_turn = None, False, False
         return _moved(leaving)
+
+    def expect_conversations(self, max_turns: int) -> None:
+        """The job has an environment: trajectories opened from now on are conversations of at most so many turns."""
+        self._max_turns = max_turns
 
     def awaiting(self) -> list[Trajectory]:
         """Conversations that await their environment, oldest group first; none before its group is placed."""

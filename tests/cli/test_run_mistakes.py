@@ -59,6 +59,7 @@ def test_each_mistake_is_named_and_nothing_starts(
         *section, name = path.split(".")
         (job[section[0]] if section else job)[name] = value
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    before = set(psutil.Process().children(recursive=True))
     done = command("run", str(tmp_path / "job.yaml"), "--id", "mine", "--runs", str(tmp_path / "runs"))
     assert done.returncode == 2 and not done.stdout, done
     lines = done.stderr.splitlines()
@@ -66,4 +67,4 @@ def test_each_mistake_is_named_and_nothing_starts(
         assert any(reason in line for line in lines), (reason, done.stderr)
     assert len([line for line in lines if ": " in line]) >= len(reasons)
     assert not (tmp_path / "runs").exists(), "nothing of the run is there"
-    assert not psutil.Process().children(recursive=True), "no process was left"
+    assert not set(psutil.Process().children(recursive=True)) - before, "no process was left"

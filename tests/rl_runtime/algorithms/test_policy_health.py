@@ -55,7 +55,8 @@ def from_lists(case: Case) -> PolicyHealth:
         if not answer.cut:
             found = reference_math.returns(reference_math.valued(reference_math.punished(answer, method)), method)
             targets += found
-            errors += [v - r for v, r in zip(answer.values, found, strict=False)]
+            before = answer.old_values if later else answer.values  # the weights before the step are judged
+            errors += [v - r for v, r in zip(before, found, strict=False)]
             for t, target in enumerate(found):
                 far = (answer.values[t] - target) ** 2 / 2
                 if method.value_clip is not None and later:

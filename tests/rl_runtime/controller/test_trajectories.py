@@ -176,7 +176,7 @@ def test_the_age_of_groups_is_reported_by_their_newest_token_or_by_the_engine_th
 def talk(max_turns: int = 3) -> TrajectoryTable:
     """One conversation on A, whose environment has opened it with token 9."""
     t = TrajectoryTable()
-    t.max_turns = max_turns
+    t.expect_conversations(max_turns)
     t.open(G, (1, 2), [request(0)])
     assert t.awaiting() == [], "nothing is asked for a group that is not placed"
     t.place(G, A)
@@ -266,7 +266,7 @@ def test_a_restarted_controller_adopts_a_conversation_that_awaits_its_environmen
     sent = replace(request(0), prefix_tokens=(9,), prefix_logprobs=(0.0,), prefix_versions=(ENVIRONMENT_VERSION,))
     whole = replace(said(0, 9, 5, 6), versions=(ENVIRONMENT_VERSION, 0, 0))
     restarted = TrajectoryTable()
-    restarted.max_turns = 3
+    restarted.expect_conversations(3)
     restarted.open(G, (1, 2), [request(0)])
     assert restarted.adopt(A, [(sent, whole)], 0) == [G]
     observe(restarted, 8)

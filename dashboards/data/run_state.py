@@ -41,6 +41,8 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
     unwatched, stalled = unwatched_words(snapshot), _stalled_seconds(snapshot)
     if run.ended:
         kind, word = ("good" if run.ended == "completed" else "bad"), f"Run {run.ended}"
+    elif stalled is not None and run.step + 1 == run.num_steps:
+        word = "All steps done: last evaluation and checkpoint"
     elif stalled is not None:
         kind, word = "bad", f"Stalled: no step for {age(stalled)}"
     elif run.step < 0:

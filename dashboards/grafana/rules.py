@@ -24,6 +24,8 @@ _ALERT_NAME = re.compile(r"Rolecall[A-Z][A-Za-z]+")
 _RECORD_NAME = re.compile(r"[a-z_]+:rolecall_[a-z0-9_]+:[a-z0-9_]+")
 
 UNLESS_ENDED = "unless on (job, instance) (rolecall_run_ended == 1)"
+UNLESS_TRAINED = "unless on (job, instance) (rolecall_run_step + 1 == rolecall_run_steps_wanted)"
+"""All steps are done: the last evaluation and checkpoint remain."""
 OBSERVE_MODE = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
 REPORTED_BY = "(reported by {{ $labels.instance }})"
 GPU_OF_NODE = "GPU {{ $labels.gpu }} of {{ $labels.node }}"
@@ -250,7 +252,7 @@ RUN = RuleGroup(
     {
         "RolecallRunStalled": critical(
             expr=f"""time() - rolecall_run_step_timestamp_seconds
-            > clamp_min(10 * avg_over_time(rolecall_run_step_seconds[1h]), 300) {UNLESS_ENDED}""",
+            > clamp_min(10 * avg_over_time(rolecall_run_step_seconds[1h]), 300) {UNLESS_ENDED} {UNLESS_TRAINED}""",
             hold="30s",
             summary=f"No step was committed for {{{{ $value | humanizeDuration }}}} {REPORTED_BY}",
             description="That is more than ten times the mean step time of the last hour, and more than five minutes.",

@@ -207,6 +207,17 @@ CASES = (
         "20m",
     ),
     Case(
+        "RolecallRunStalled",
+        "last evaluation",
+        {
+            "rolecall_run_step_timestamp_seconds{@W}": STOOD,
+            **STEPS,
+            "rolecall_run_step{@W}": "59x100",
+            "rolecall_run_steps_wanted{@W}": "60x100",
+        },
+        "7m",
+    ),
+    Case(
         "RolecallEttrLow",
         "half",
         {"rolecall_run_effective_seconds{@W}": "0+7x300", "rolecall_run_training_seconds{@W}": "0+15x300", **RUNS},

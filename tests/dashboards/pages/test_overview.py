@@ -126,6 +126,8 @@ def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:
         later, observed=(), trends=RunTrends(), run=replace(look.run, step=-1, started_at=None, replicas=())
     )
     assert run_state(watched).word == "Not watched for 2 h"
+    trained = replace(later, run=replace(look.run, num_steps=look.run.step + 1))
+    assert run_state(trained).word == "All steps done: last evaluation and checkpoint"
     ended = replace(later, run=replace(look.run, ended="completed"))
     assert run_state(ended).word == "Run completed"
 

@@ -28,7 +28,7 @@ from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import LoopState, least_loaded
 from rolecall.rl_runtime.controller.trajectories import GroupPhase, OpenGroup, TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import GenerationRequest, PromptGroup
+from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, GenerationRequest, PromptGroup
 from rolecall.rl_runtime.tasks.task import Prompt, held_out_id, held_out_of, is_held_out
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def summarized(
 ) -> EvaluationFinished:
     """The result of an evaluation. `groups`: the scored ones. `unscored`: reason -> number of the others."""
     samples = [s for g in groups for s in g.samples]
-    versions = [v for s in samples for v in s.versions]
+    versions = [v for s in samples for v in s.versions if v != ENVIRONMENT_VERSION]
     rewards = [sum(s.reward for s in g.samples) / len(g.samples) for g in groups]
     low, high = interval(rewards)
     return EvaluationFinished(
@@ -96,7 +96,7 @@ def summarized(
         reward_high=high,
         pass_at=pass_at([sum(s.reward >= config.pass_reward for s in g.samples) for g in groups], config.samples),
         unscored=dict(sorted(unscored.items())),
-        response_length=sum(len(s.tokens) for s in samples) / len(samples) if samples else None,
+        response_length=sum(s.num_generated for s in samples) / len(samples) if samples else None,
         seconds=round(seconds, 3),
     )
 

@@ -23,7 +23,7 @@ from rolecall.rl_runtime.controller.evaluation import (
     pass_at,
     summarized,
 )
-from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
+from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, held_out_id, held_out_of, is_held_out
 from tests.rl_runtime.loop import Prompts, World, small_job
 from tests.rl_runtime.scripted_responses import ScriptedResponses
@@ -240,6 +240,12 @@ def test_the_interval_is_over_prompts_and_not_over_samples() -> None:
     assert low == pytest.approx(0.5 - 1.96 * 0.5) and high == pytest.approx(0.5 + 1.96 * 0.5)
     assert (found.version_min, found.version_max, found.response_length) == (3, 4, 2.0)
     assert found.pass_at == {"1": 0.5, "2": 0.5}
+
+
+def test_tokens_of_an_environment_have_no_version_and_no_length() -> None:
+    talk = group(0, 1, versions=(ENVIRONMENT_VERSION, 3, 3, ENVIRONMENT_VERSION, 4))
+    found = summarized([talk], EvaluationConfig(), step=3, unscored={}, seconds=1.0)
+    assert (found.version_min, found.version_max, found.response_length) == (3, 4, 3.0)
 
 
 def test_an_evaluation_without_a_score_has_no_reward() -> None:

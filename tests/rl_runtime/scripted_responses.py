@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from rolecall.rl_runtime.algorithms.sampler import request_seed
+from rolecall.rl_runtime.controller.evaluation import held_out_seed
 from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION
-from rolecall.rl_runtime.tasks.task import group_number
+from rolecall.rl_runtime.tasks.task import group_number, held_out_of, is_held_out
 
 MAX_NEW_TOKENS = 16
 
@@ -98,4 +99,6 @@ def expected_logprob(version: int, position: int) -> float:
 
 def request_seed_of(job_seed: int, request_id: str) -> int:
     group, _, sample = request_id.rpartition(".")
+    if is_held_out(group):
+        return held_out_seed(job_seed, held_out_of(group)[1], int(sample))
     return request_seed(job_seed, group_number(group), int(sample))

@@ -24,8 +24,9 @@ class Rows(Prompts):
     runs_foreign_code = True
 
 
-def world(path: Path, seed: int = 0, *, runtime: Any = None, **arguments: Any) -> World:
+def world(path: Path, seed: int = 0, *, runtime: Any = None, evaluation: Any = None, **arguments: Any) -> World:
     job = small_job(
+        evaluation=evaluation,
         runtime=runtime or {},
         model={"path": "model"},
         data={"path": "train.jsonl"},
@@ -56,6 +57,17 @@ def test_conversations_of_one_to_three_turns_are_trained_on(tmp_path: Path) -> N
     committed = found.events(EventKind.STEP_COMMITTED)
     made = {g: 0 for body in committed for g in body["groups"]}
     assert sum(body["tokens"] for body in committed) < 2 * len(made) * (TALKS.longest - 1), "without the environment's"
+
+
+def test_held_out_prompts_begin_conversations_too(tmp_path: Path) -> None:
+    found = world(tmp_path, evaluation={"path": "test.jsonl", "every_steps": 5, "num_prompts": 10}, deaths=[350]).run()
+    found.check()
+    evaluated = found.events(EventKind.EVALUATION_FINISHED)
+    assert [body["step"] for body in evaluated] == [0, 5, 10, 12]
+    for body in evaluated:
+        assert body["prompts"] == 10 and not body["unscored"]
+        assert 0 <= body["version_min"] <= body["version_max"]
+        assert 0 < body["response_length"] < TALKS.longest - 1, "without the environment's"
 
 
 @pytest.mark.parametrize("role", ["rollout", "reward"])

@@ -8,10 +8,26 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.runs import rolecall
-from tests.e2e.test_dataset_run import JOB, REWARDS
 from tests.rl_runtime.chat_model import write_chat_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+JOB = """
+name: mine
+num_steps: 3
+model: {path: model, dtype: bfloat16, gradient_checkpointing: true}
+lora: {rank: 2, target_modules: [q_proj, v_proj]}
+data: {path: train.jsonl, answer: answer, max_prompt_tokens: 16, max_response_tokens: 6}
+reward: "mine.py:score"
+algorithm: {group_size: 4, microbatches_per_step: 2, groups_per_microbatch: 2, learning_rate: 1.0e-4}
+roles: {trainer: 2, rollout: 1, reward: 1}
+runtime: {nodes: 5, standbys: 0}
+checkpoint: {every_steps: 1}
+"""
+REWARDS = """
+def score(response, answer):
+    return float(answer in response.split()) + 0.01 * len(response)
+"""
 
 
 def test_a_run_in_bfloat16_with_adapters(tmp_path: Path) -> None:
@@ -19,10 +35,7 @@ def test_a_run_in_bfloat16_with_adapters(tmp_path: Path) -> None:
     rows = [{"prompt": f"say {n}", "answer": str(n)} for n in range(7)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(REWARDS)
-    job = JOB.replace("{path: model}", "{path: model, dtype: bfloat16, gradient_checkpointing: true}")
-    job = job.replace("trainer: 1", "trainer: 2").replace("nodes: 4", "nodes: 5")
-    job += "lora: {rank: 2, target_modules: [q_proj, v_proj]}\ncheckpoint: {every_steps: 1}\n"
-    (tmp_path / "job.yaml").write_text(job)
+    (tmp_path / "job.yaml").write_text(JOB)
     options = ["--runs", str(tmp_path / "runs")]
     done = rolecall("run", str(tmp_path / "job.yaml"), "--id", "mine", *options, seconds=240)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

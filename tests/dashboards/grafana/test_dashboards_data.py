@@ -53,6 +53,8 @@ RIGHTLY_EMPTY = {
     "none else",
     "rolecall_run_mfu_ratio": "the demo's job file gives no peak FLOP/s",
     "rolecall_train_filtered_ratio": NO_SAMPLING,
+    **{m: "the demo is not evaluated" for m in METRICS if m.startswith("rolecall_run_evaluation_")},
+    **{m: "the demo has a built-in task" for m in METRICS if m.startswith("rolecall_run_dataset_")},
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
     **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},
 }

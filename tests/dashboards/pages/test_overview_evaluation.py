@@ -17,8 +17,8 @@ def test_a_run_without_them_has_no_such_section(tmp_path: Path) -> None:
 
 
 def test_held_out_reward_with_its_interval_and_the_epoch(tmp_path: Path) -> None:
-    made = MadeRun(tmp_path)
-    before = len(drawn(made.settings()).get("vega_lite_chart"))
+    before = len(drawn(MadeRun(tmp_path / "without").settings()).get("vega_lite_chart"))
+    made = MadeRun(tmp_path / "with")
     for step, reward in ((0, 0.1), (10, 0.3), (20, 0.625)):
         body = {
             "step": step,

@@ -114,7 +114,7 @@ def run(
                     say(
                         f"{len(found)}/{len(cases)} recordings, {100 * done / total:.0f} % of the work, {seconds:.0f} s"
                     )
-        except BaseException:
+        except BaseException:  # also an interrupt: hours of waiting work must not be finished first
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [[of_case[i] for of_case in found] for i in range(len(names))]

@@ -25,7 +25,7 @@ STAND_IN = "gpu-1"
 """The node whose GPUs, ports and kernel log are made up, faults among them."""
 STEP_SECONDS = 5
 _CONSTANT = re.compile(r"\s*(?:==|!=|>=|<=|>|<)\s*-?[\d.]+(?![\w.])")
-_OTHER = re.compile(r"\s(?:>=|<=|>|<)\s")
+_OTHER = re.compile(r"\s(?:==|!=|>=|<=|>|<)\s")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -43,6 +43,7 @@ def test_thresholds_are_taken_out_and_nothing_else() -> None:
         "time() - a - clamp_min(10 * b[1h], 300) and on (n) (d)"
     )
     assert compared("rate(a[5m]) * 300 > 25") == "rate(a[5m]) * 300"
+    assert compared("a > 0 unless on (n) (b + 1 == c)") == "a and on (n) (b + 1 - c)"
 
 
 @pytest.mark.parametrize("name", sorted(ALERTS))

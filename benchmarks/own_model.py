@@ -7,7 +7,8 @@
 Before: `examples/smollm2/prepare.py` has written the model's folder (`--model`). Each run is a whole `rolecall run` of
 the example's job file; with faults, a rollout is killed after a third of the steps and a trainer after two thirds
 (`rolecall inject`). Afterwards `rolecall export` writes the trained model. Initial and trained model answer the same
-held-out prompts, of which none is in the training data: greedily, with vLLM, in a process of its own.
+held-out prompts, of which none is in the training data: greedily, and with samples as in training; with vLLM, in a
+process of its own.
 
 Each run is a line of `results/own_model.jsonl` as soon as it is over. What is there at this commit is not done again.
 """
@@ -24,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ EXAMPLE = common.ROOT / "examples" / "smollm2"
 RUNS = common.ROOT / "runs"
 RECORDS = common.RESULTS / "own_model.jsonl"
 SEEDS = (0, 1, 2)
-NUM_HELD_OUT = 200
+NUM_HELD_OUT = 100
+NUM_SAMPLES = 4
+"""Of each held-out prompt, as sampled in training."""
 FAULTS = (("rollout-kill", 1 / 3), ("trainer-kill", 2 / 3))
 """Kind, and the share of the steps after which it is injected."""
 INJECTION_SECONDS = 600.0
@@ -48,6 +51,7 @@ COMMAND_SECONDS = 600.0
 POLL_SECONDS = 5.0
 BOOTSTRAP_ROUNDS = 10_000
 DIGITS = 4
+WAYS = ("greedy", "sampled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +81,7 @@ def write_data(folder: Path, num_held_out: int) -> tuple[Path, Path]:
     """(training file, held-out file): the example's own questions."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = folder / "train.jsonl", folder / "held-out.jsonl"
-    argv = [sys.executable, str(EXAMPLE / "data.py"), str(train), str(held_out), "500", str(num_held_out)]
+    argv = [sys.executable, str(EXAMPLE / "data.py"), str(train), str(held_out), "100", str(num_held_out)]
     subprocess.run(argv, check=True, timeout=COMMAND_SECONDS, stdout=subprocess.DEVNULL)
     seen = {json.loads(line)["question"] for line in train.read_text().splitlines()}
     shared = [line for line in held_out.read_text().splitlines() if json.loads(line)["question"] in seen]
@@ -89,18 +93,20 @@ def write_data(folder: Path, num_held_out: int) -> tuple[Path, Path]:
 
 
 @cache
-def evaluate(folder: Path, held_out: Path, model: str) -> list[float]:
-    """Reward of the greedy answer to each held-out prompt, computed in a process of its own."""
+def evaluate(folder: Path, held_out: Path, model: str) -> dict[str, list[float]]:
+    """`answer`, in a process of its own."""
     argv = [sys.executable, str(Path(__file__).resolve()), "--answer", str(folder), str(held_out), "--model", model]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=2 * COMMAND_SECONDS, check=False)
     if done.returncode:
         raise SystemExit(f"no answers of {folder}: {done.stderr[-2000:]}")
-    rewards: list[float] = json.loads(done.stdout.splitlines()[-1])
+    rewards: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return rewards
 
 
-def answer(folder: Path, held_out: Path, model: str) -> list[float]:
-    """Rewards of greedy answers, with the job's own template, length and reward function."""
+def answer(folder: Path, held_out: Path, model: str) -> dict[str, list[float]]:
+    """Reward of each held-out prompt's greedy answer, and mean reward of its `NUM_SAMPLES` sampled ones. With the job's
+    own template, length, sampling and reward function.
+    """
     import torch
     from safetensors.torch import load_file
 
@@ -113,27 +119,34 @@ def answer(folder: Path, held_out: Path, model: str) -> list[float]:
     assert job.data is not None
     job = job.model_copy(update={"data": job.data.model_copy(update={"shuffle": False})})
     task = DatasetTask(job)
-    greedy = SamplingConfig(top_k=1)
-    engine = VllmEngine(EngineSettings(model_dir=str(folder), max_model_len=job.max_tokens, sampling=greedy))
-    engine.load({name: t.to(torch.float32) for name, t in load_file(folder / "model.safetensors").items()})
-    prompts = [task.prompt(n) for n in range(task.num_rows)]
-    for number, prompt in enumerate(prompts):
-        assert not prompt.unusable, prompt.unusable
-        engine.add(str(number), prompt.tokens, num_new_max=job.max_response_tokens, seed=0)
-    tokens: dict[str, list[int]] = {}
-    while engine.num_in_flight:
-        for new in engine.step():
-            tokens.setdefault(new.request_id, []).extend(new.tokens)
-    rewards = []
-    for number, prompt in enumerate(prompts):
-        made = tuple(tokens[str(number)])
-        sample = TrainingSample(
-            request_id=str(number), tokens=made, logprobs=(0.0,) * len(made), versions=(0,) * len(made), reward=0.0
-        )
-        group = PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=(sample,))
-        rewards += task.rewards(group)
-    engine.close()
-    return rewards
+    weights = {name: t.to(torch.float32) for name, t in load_file(folder / "model.safetensors").items()}
+
+    def answered(sampling: SamplingConfig, num_samples: int) -> list[float]:
+        engine = VllmEngine(EngineSettings(model_dir=str(folder), max_model_len=job.max_tokens, sampling=sampling))
+        engine.load(weights)
+        prompts = [task.prompt(n) for n in range(task.num_rows)]
+        tokens: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            assert not prompt.unusable, prompt.unusable
+            for sample in range(num_samples):
+                seed = num_samples * number + sample
+                engine.add(f"{number}.{sample}", prompt.tokens, num_new_max=job.max_response_tokens, seed=seed)
+        while engine.num_in_flight:
+            for new in engine.step():
+                tokens.setdefault(new.request_id, []).extend(new.tokens)
+        engine.close()
+        rewards = []
+        for number, prompt in enumerate(prompts):
+            made = [(name, tuple(tokens[name])) for name in (f"{number}.{n}" for n in range(num_samples))]
+            samples = tuple(
+                TrainingSample(request_id=name, tokens=t, logprobs=(0.0,) * len(t), versions=(0,) * len(t), reward=0.0)
+                for name, t in made
+            )
+            group = PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples)
+            rewards.append(statistics.fmean(task.rewards(group)))
+        return rewards
+
+    return {"greedy": answered(SamplingConfig(top_k=1), 1), "sampled": answered(job.sampling, NUM_SAMPLES)}
 
 
 # One run.
@@ -174,8 +187,8 @@ def carried_out(run: Run, folder: Path, *, commit: str, num_held_out: int, minut
         "exit_code": code,
         "load": [round(load_before, 2), round(os.getloadavg()[0], 2)],
         "step_exported": exported["step"],
-        "before": _short(before),
-        "after": _short(after),
+        "before": {how: _short(rewards) for how, rewards in before.items()},
+        "after": {how: _short(rewards) for how, rewards in after.items()},
         "rewards": _short([s["reward"] for s in report["steps"]]),
         "committed_at": [s["at"] for s in report["steps"]],
         "step_seconds": _short([s["seconds"] for s in report["steps"]]),
@@ -234,9 +247,8 @@ def _cost(incident: Mapping[str, Any]) -> dict[str, Any]:
     return {"fault": fault["kind"] if fault else None, **{name: incident[name] for name in kept}}
 
 
-def _told(rewards: Sequence[float]) -> str:
-    right = sum(r >= 1.0 for r in rewards) / len(rewards)
-    return f"reward {statistics.mean(rewards):.3f}, right {right:.3f} of {len(rewards)}"
+def _told(rewards: Mapping[str, Sequence[float]]) -> str:
+    return ", ".join(f"{how} {statistics.mean(r):.3f}" for how, r in rewards.items())
 
 
 def _short(values: Sequence[float | None]) -> list[float | None]:
@@ -260,9 +272,9 @@ def bootstrap(
     return means[int(0.025 * rounds)], means[int(0.975 * rounds)]
 
 
-def gains_of(records: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-    """Reward after minus before, of each prompt, by run."""
-    return [[a - b for a, b in zip(r["after"], r["before"], strict=True)] for r in records]
+def gains_of(records: Sequence[Mapping[str, Any]], how: str) -> list[list[float]]:
+    """Reward after minus before, of each prompt, by run; of greedy or of sampled answers."""
+    return [[a - b for a, b in zip(r["after"][how], r["before"][how], strict=True)] for r in records]
 
 
 def training_seconds(record: Mapping[str, Any]) -> float:
@@ -284,36 +296,41 @@ def report(records: Sequence[Mapping[str, Any]], measured: str) -> list[str]:
     lines = common.header("A real model learns", config, ", ".join(map(str, seeds)), measured)
     lines += [
         (
-            f"SmolLM2-135M-Instruct, {first['steps']} steps of the example's job. Greedy answers to "
-            f"{len(first['before'])} held-out prompts, none of them trained on. "
-            "Reward: mean over prompts; right: share with the whole reward."
+            f"SmolLM2-135M-Instruct, {first['steps']} steps of the example's job. Mean reward of the answers to "
+            f"{len(first['before']['greedy'])} held-out prompts, none of them trained on: one greedy answer, and "
+            f"{NUM_SAMPLES} with the temperature of training. Right: share of greedy answers with the whole reward."
         ),
         "",
-        "| seed | faults | reward before | after | right before | after | s a step | minutes | audit, exit code |",
-        "|---|---|---|---|---|---|---|---|---|",
+        (
+            "| seed | faults | greedy before | after | right before | after | sampled before | after | s a step "
+            "| minutes | audit, exit code |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in sorted(records, key=lambda r: (r["faults"], r["seed"])):
         at = r["committed_at"]
         middle, low, high = common.middle_and_spread([b - a for a, b in pairwise(at)] or [0.0])
-        right = [sum(x >= 1.0 for x in r[when]) / len(r[when]) for when in ("before", "after")]
+        right = [sum(x >= 1.0 for x in r[when]["greedy"]) / len(r[when]["greedy"]) for when in ("before", "after")]
+        mean = {(how, when): statistics.fmean(r[when][how]) for how in WAYS for when in ("before", "after")}
         lines.append(
             f"| {r['seed']} | {', '.join(f['kind'] for f in r['injected']) or 'none'} | "
-            f"{statistics.fmean(r['before']):.3f} | {statistics.fmean(r['after']):.3f} | {right[0]:.3f} | "
-            f"{right[1]:.3f} | {middle:.1f} ({low:.1f} to {high:.1f}) | {training_seconds(r) / 60:.1f} | "
+            f"{mean['greedy', 'before']:.3f} | {mean['greedy', 'after']:.3f} | {right[0]:.3f} | {right[1]:.3f} | "
+            f"{mean['sampled', 'before']:.3f} | {mean['sampled', 'after']:.3f} | "
+            f"{middle:.1f} ({low:.1f} to {high:.1f}) | {training_seconds(r) / 60:.1f} | "
             f"{'ok' if r['audit'] else '**not ok**'}, {r['exit_code']} |"
         )
     lines.append("")
-    for faults in (False, True):
+    for faults, how in product((False, True), WAYS):
         those = [r for r in records if r["faults"] == faults]
         if not those:
             continue
-        gains = gains_of(those)
+        gains = gains_of(those, how)
         low, high = bootstrap(gains, random.Random(0))
-        mean = statistics.fmean(map(statistics.fmean, gains))
+        gain = statistics.fmean(map(statistics.fmean, gains))
         verdict = "excludes 0: met" if low > 0 else "**does not exclude 0: not met**"
         lines.append(
-            f"- {'with faults' if faults else 'without faults'}: reward up by {mean:+.3f}, 95 % interval {low:+.3f} to "
-            f"{high:+.3f} (bootstrap over {len(gains)} seeds and {len(gains[0])} prompts), which {verdict}"
+            f"- {'with faults' if faults else 'without faults'}, {how}: reward up by {gain:+.3f}, 95 % interval "
+            f"{low:+.3f} to {high:+.3f} (bootstrap over {len(gains)} seeds and {len(gains[0])} prompts), {verdict}"
         )
     if costs := fault_costs(records):
         lines.append(

@@ -276,7 +276,7 @@ class TensorEntry:
     name: str
     dtype: str  # torch name without prefix: float32, bfloat16, int64
     shape: tuple[int, ...]
-    digest: str  # SHA-256 of the raw little-endian bytes, hex
+    digest: str  # BLAKE3 of the raw little-endian bytes, hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

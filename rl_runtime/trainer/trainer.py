@@ -74,7 +74,7 @@ from rolecall.rl_runtime.trainer.reduce import (
 )
 from rolecall.rl_runtime.trainer.state import TrainerState, first_state
 from rolecall.rl_runtime.trainer.step_totals import StepTotals, update_divisors
-from rolecall.rl_runtime.weights.digest import DTYPES, flat_digest
+from rolecall.rl_runtime.weights.digest import DTYPES, tensor_digest
 
 
 class TrainerReplica:
@@ -408,7 +408,7 @@ class TrainerReplica:
                 step=step,
                 update=update,
                 microbatches=local.stats,
-                gradient_digest=flat_digest(sums),
+                gradient_digest=tensor_digest(sums),
                 weights_digest=state.weights_digest,
                 ledger=ledger,
             )

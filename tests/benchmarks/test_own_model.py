@@ -13,13 +13,14 @@ def record(seed: int, *, faults: bool, seconds: float, gain: float = 0.5) -> dic
         "seed": seed,
         "faults": faults,
         "committed_at": [10.0, 20.0, 10.0 + seconds],
-        "before": [0.1, 0.2],
-        "after": [0.1 + gain, 0.2 + gain],
+        "before": {"greedy": [0.1, 0.2]},
+        "after": {"greedy": [0.1 + gain, 0.2 + gain]},
     }
 
 
 def test_gains_are_of_each_prompt_and_their_interval_is_around_the_mean() -> None:
-    gains = own_model.gains_of([record(0, faults=False, seconds=1.0), record(1, faults=False, seconds=1.0, gain=0.25)])
+    records = [record(0, faults=False, seconds=1.0), record(1, faults=False, seconds=1.0, gain=0.25)]
+    gains = own_model.gains_of(records, "greedy")
     assert gains == [pytest.approx([0.5, 0.5]), pytest.approx([0.25, 0.25])]
     low, high = own_model.bootstrap(gains, random.Random(0), rounds=500)
     assert (low, high) == (pytest.approx(0.25), pytest.approx(0.5)), "as far as the seeds differ"

@@ -6,7 +6,6 @@ Held against a float64 loop that computes each update of whole answers (`whole_b
 pytest tests/rl_runtime/trainer/test_mini_batches.py
 """
 
-import hashlib
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NonFiniteValue, PeerLost
@@ -172,7 +172,7 @@ def test_one_update_a_step_moves_the_state_itself_and_records_the_gradient() -> 
     apply = member.state.apply
 
     def noted(sums: torch.Tensor, *rest: Any) -> float:
-        digests.append(hashlib.sha256(sums.numpy().data).hexdigest())
+        digests.append(blake3(sums.numpy().tobytes()).hexdigest())
         return apply(sums, *rest)
 
     member.state.apply = noted  # type: ignore[method-assign]

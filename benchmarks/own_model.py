@@ -67,11 +67,11 @@ class Run:
         return f"seed {self.seed}, {'two faults' if self.faults else 'no fault'}"
 
 
-def job_of(run: Run, data: Path) -> JobConfig:
+def job_of(run: Run, data: Path, held_out: Path) -> JobConfig:
     """The example's job for this run."""
     value = load_job(EXAMPLE / "job.yaml").model_dump(mode="json")
     value |= {"seed": run.seed, "num_steps": run.steps, "injection_allowed": run.faults}
-    value["model"]["path"], value["data"]["path"] = run.model, str(data)
+    value["model"]["path"], value["data"]["path"], value["evaluation"]["path"] = run.model, str(data), str(held_out)
     value["roles"]["trainer"] = run.trainers or value["roles"]["trainer"]
     value["checkpoint"]["every_steps"] = min(value["checkpoint"]["every_steps"], run.steps)
     return parse_job(value)
@@ -115,9 +115,9 @@ def answer(folder: Path, held_out: Path, model: str) -> dict[str, list[float]]:
     from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 
-    job = job_of(Run(seed=0, faults=False, steps=1, model=model), held_out)
+    job = job_of(Run(seed=0, faults=False, steps=1, model=model), held_out, held_out)
     assert job.data is not None
-    job = job.model_copy(update={"data": job.data.model_copy(update={"shuffle": False})})
+    job = job.model_copy(update={"data": job.data.model_copy(update={"shuffle": False}), "evaluation": None})
     task = DatasetTask(job)
     weights = {name: t.to(torch.float32) for name, t in load_file(folder / "model.safetensors").items()}
 
@@ -155,7 +155,7 @@ def answer(folder: Path, held_out: Path, model: str) -> dict[str, list[float]]:
 def carried_out(run: Run, folder: Path, *, commit: str, num_held_out: int, minutes: float) -> dict[str, Any]:
     """The record of a run. Raises SystemExit: it does not start, or takes longer than `minutes`."""
     train, held_out = write_data(folder, num_held_out)
-    job = job_of(run, train)
+    job = job_of(run, train, held_out)
     job_file = folder / "job.yaml"
     job_file.write_text(json.dumps(job.model_dump(mode="json"), indent=1))  # JSON is YAML
     run_id = f"own-model-{run.seed}-{'faults' if run.faults else 'plain'}-{int(time.time())}"

@@ -67,11 +67,12 @@ class Run:
         return f"seed {self.seed}, {'two faults' if self.faults else 'no fault'}"
 
 
-def job_of(run: Run, data: Path, held_out: Path) -> JobConfig:
-    """The example's job for this run."""
+def job_of(run: Run, data: Path, held_out: Path | None) -> JobConfig:
+    """The example's job for this run. Without `held_out` it evaluates nothing."""
     value = load_job(EXAMPLE / "job.yaml").model_dump(mode="json")
     value |= {"seed": run.seed, "num_steps": run.steps, "injection_allowed": run.faults}
-    value["model"]["path"], value["data"]["path"], value["evaluation"]["path"] = run.model, str(data), str(held_out)
+    value["model"]["path"], value["data"]["path"] = run.model, str(data)
+    value["evaluation"] = {**value["evaluation"], "path": str(held_out)} if held_out is not None else None
     value["roles"]["trainer"] = run.trainers or value["roles"]["trainer"]
     value["checkpoint"]["every_steps"] = min(value["checkpoint"]["every_steps"], run.steps)
     return parse_job(value)
@@ -115,9 +116,9 @@ def answer(folder: Path, held_out: Path, model: str) -> dict[str, list[float]]:
     from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine
     from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 
-    job = job_of(Run(seed=0, faults=False, steps=1, model=model), held_out, held_out)
+    job = job_of(Run(seed=0, faults=False, steps=1, model=model), held_out, None)
     assert job.data is not None
-    job = job.model_copy(update={"data": job.data.model_copy(update={"shuffle": False}), "evaluation": None})
+    job = job.model_copy(update={"data": job.data.model_copy(update={"shuffle": False})})
     task = DatasetTask(job)
     weights = {name: t.to(torch.float32) for name, t in load_file(folder / "model.safetensors").items()}
 

@@ -80,7 +80,7 @@ class Parts:
 def job_of(model: str, data: Path) -> JobConfig:
     value = load_job(EXAMPLE / "job.yaml").model_dump(mode="json")
     value["model"]["path"], value["data"]["path"] = model, str(data)
-    value["roles"]["trainer"] = 1
+    value["roles"]["trainer"], value["evaluation"] = 1, None
     return parse_job(value)
 
 

@@ -53,18 +53,21 @@ def test_first_is_anchored_to_the_trainer_and_the_second_to_the_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("canary", "why"),
+    ("dtype", "canary", "why"),
     [
-        ((-1.05, -2.0, -13.5), ""),  # rounding: 0.06 in the mean, one token far off
+        ("float32", (-1.000001, -2.0, -12.0005), ""),  # rounding in a real model: one token off by 4e-5 of itself
+        ("float32", (-1.00003, -2.00006, -12.00036), "differ from the trainer's by 3e-05 of themselves in the mean"),
+        ("bfloat16", (-1.05, -2.0, -13.5), ""),  # rounding: 0.06 in the mean, one token far off
         (
+            "bfloat16",
             (-1.2, -2.3, -13.0),
             "differ from the trainer's by 0.144 of themselves in the mean (tolerance 0.1 in bfloat16)",
         ),
-        ((-1.0, math.nan, -12.0), "by nan of themselves"),
+        ("bfloat16", (-1.0, math.nan, -12.0), "by nan of themselves"),
     ],
 )
-def test_in_bfloat16_the_canary_is_judged_in_the_mean(canary: tuple[float, ...], why: str) -> None:
-    manifest = build_manifest(1, {"a": torch.ones(2, dtype=torch.bfloat16)}, LOGPROBS)
+def test_the_canary_is_judged_in_the_mean(dtype: str, canary: tuple[float, ...], why: str) -> None:
+    manifest = build_manifest(1, {"a": torch.ones(2, dtype=getattr(torch, dtype))}, LOGPROBS)
     verdict = ProofVerifier().judge(manifest, make_proof(manifest, canary_logprobs=canary))
     assert verdict.admitted == (not why) and why in verdict.because
 
@@ -75,8 +78,13 @@ REFUSED_FIRST = {
     "old incarnation": ({"incarnation": 0}, "a", "(all)", "incarnation 0, wanted is 1"),
     "old epoch": ({"epoch": 2}, "a", "(all)", "epoch 2, wanted is 3"),
     "bytes": ({"received_digest": "x"}, "a", "(all)", "not the manifest's"),
-    "canary beyond tolerance": ({"canary_logprobs": (-1.0001, -2.0, -12.0)}, "c", "(canary)", "log-probability 0"),
-    "canary NaN": ({"canary_logprobs": (-1.0, math.nan, -12.0)}, "c", "(canary)", "log-probability 1"),
+    "canary beyond tolerance": (
+        {"canary_logprobs": (-1.0001, -2.0, -12.0)},
+        "c",
+        "(canary)",
+        "(tolerance 2e-05 in float32)",
+    ),
+    "canary NaN": ({"canary_logprobs": (-1.0, math.nan, -12.0)}, "c", "(canary)", "by nan of themselves"),
     "canary too short": ({"canary_logprobs": (-1.0,)}, "c", "(canary)", "has 1 log-probabilities"),
 }
 

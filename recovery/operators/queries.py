@@ -10,7 +10,14 @@ from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
-from rolecall.core.journal.payloads import EvaluationFinished, IncidentOpened, LeaseAcquired, PlanCreated
+from rolecall.core.journal.payloads import (
+    EvaluationFinished,
+    IncidentOpened,
+    LeaseAcquired,
+    PlanCreated,
+    RunStarted,
+    StepCommitted,
+)
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import in_words
@@ -57,7 +64,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         fleet = fleet_view(desired, journal.current())
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
-        evaluated = journal.last(K.EVALUATION_FINISHED)
+        committed, evaluated = journal.last(K.STEP_COMMITTED), journal.last(K.EVALUATION_FINISHED)
         started, ended = journal.last(K.RUN_STARTED), journal.last(K.RUN_ENDED)
     state = _watch_state(lease, now)
     since = now - HOUR_SECONDS
@@ -75,6 +82,8 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         "paused": paused,
         "stopping": stopping,
         "ended": projection.ended,
+        "num_steps": started.as_(RunStarted).num_steps if started else None,
+        "progress": _progress(committed.as_(StepCommitted)) if committed else None,
         "evaluation": evaluated.as_(EvaluationFinished).to_body() if evaluated else None,
         "evictions_last_hour": len(recent),
         "quarantined_nodes": {
@@ -95,6 +104,12 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         "open_incidents": [summary(i, projection, now) for i in projection.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
     }
+
+
+def _progress(newest: StepCommitted) -> dict[str, Any]:
+    dataset = newest.dataset
+    progress = {**asdict(dataset), "epoch": dataset.epoch, "epoch_share": dataset.epoch_share} if dataset else None
+    return {"steps": newest.step + 1, "reward": newest.reward, "dataset": progress}
 
 
 def incidents(

@@ -36,7 +36,7 @@ AGENTS_SHOWN_MAX = 8
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
 def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Show roles, replicas and open incidents; of a job that rolecall only watches its ranks with their PIDs.
+    """Show steps, replicas and open incidents; of a job that rolecall only watches its ranks with their PIDs.
 
     Exit code 1 while an incident is open or unreadable."""
     from rolecall.core.clock import SystemClock

@@ -196,7 +196,8 @@ def export_command(
     num, step = done.num_parameters, done.step
     value = {"folder": str(folder), "step": step, "parameters": num, "dtype": done.dtype, "damaged": [*done.damaged]}
     lines = [f"passed over: {reason}" for reason in done.damaged]
-    show(as_json, value, [*lines, f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after step {step}"])
+    lines.append(f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after {counted(step + 1, 'step')}")
+    show(as_json, value, lines)
 
 
 @app.command(

@@ -50,6 +50,8 @@ def status(value: Mapping[str, Any], now: float, name: str, start: str = "") -> 
     parts.append(Indented(_leader(value, now, start or f"rolecall watch run {name}")))
     if value["mode"] != OBSERVE:
         parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
+    if (progress := value.get("progress")) is not None:
+        parts += _progress(progress, value.get("num_steps"))
     if (evaluated := value.get("evaluation")) is not None:
         reward = "not scored" if evaluated["reward"] is None else f"{evaluated['reward']:.3f}"
         parts.append(_text(f"held-out reward at step {evaluated['step']}: {reward} ({evaluated['prompts']} prompts)"))
@@ -70,6 +72,17 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
         head += _text("watched")
     number = (f"{counted(len(incidents), 'open incident')}", BAD) if incidents else ("no open incident", GOOD)
     return head + _text("; ", number)
+
+
+def _progress(progress: Mapping[str, Any], num_steps: int | None) -> list[Text]:
+    steps, reward, data = progress["steps"], progress["reward"], progress["dataset"]
+    of = f" of {num_steps:,}" if num_steps else ""
+    lines = [_text(f"steps committed: {steps:,}{of}", f"; reward {reward:.3f}" if reward is not None else "")]
+    if data is not None:
+        dropped = ", ".join(f"{num:,} {reason}" for reason, num in sorted(data["dropped"].items()))
+        seen = f"epoch {data['epoch'] + 1}, {data['epoch_share']:.0%} of its {data['rows']:,} rows"
+        lines.append(_text(f"dataset: {seen}; groups dropped: {dropped or 'none'}"))
+    return lines
 
 
 def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:

@@ -12,6 +12,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import ago
 from rolecall.recovery.operators import queries
 from rolecall.views.observed_ranks import ObservedRank
+from tests.events import filled
 from tests.recovery.world import World
 from tests.terminal.texts import incidents_text, status_text
 
@@ -114,6 +115,22 @@ def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_pa
     assert text.count(world.only().diagnosis.because) == 1, "the reason of the page does not repeat it"
     many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
     assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
+
+
+def test_steps_the_dataset_and_the_evaluation_have_a_line_each(tmp_path: Path) -> None:
+    world, run = World(tmp_path), RunDir(tmp_path)
+    text = status_text(queries.status(run, world.clock))
+    assert "steps committed" not in text and "dataset" not in text and "held-out" not in text
+    world.journal.append(filled(EventKind.RUN_STARTED, {"num_steps": 40}))
+    world.journal.append(filled(EventKind.STEP_COMMITTED, {"step": 2, "reward": 0.25}))
+    assert "steps committed: 3 of 40; reward 0.250\n" in status_text(queries.status(run, world.clock))
+    dataset = {"rows": 32, "rows_seen": 40, "dropped": {"prompt too long": 2}}
+    world.journal.append(filled(EventKind.STEP_COMMITTED, {"step": 9, "reward": None, "dataset": dataset}))
+    world.journal.append(filled(EventKind.EVALUATION_FINISHED, {"step": 8, "reward": 0.5, "prompts": 16}))
+    lines = status_text(queries.status(run, world.clock)).splitlines()
+    at = lines.index("steps committed: 10 of 40")
+    assert lines[at + 1] == "dataset: epoch 2, 25% of its 32 rows; groups dropped: 2 prompt too long"
+    assert lines[at + 2] == "held-out reward at step 8: 0.500 (16 prompts)"
 
 
 def test_a_large_fleet_is_a_line_for_each_role_and_those_that_do_not_serve(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_adapters_are_merged_into_a_whole_model(tmp_path: Path, dtype: str) -> N
 
 def test_the_command(run: RunDir, tmp_path: Path) -> None:
     done = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
-    assert done.returncode == 0 and done.stdout.endswith("M parameters in float32, after step 7\n"), done
+    assert done.returncode == 0 and done.stdout.endswith("M parameters in float32, after 8 steps\n"), done
     again = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
     assert again.returncode == 2 and "exists already" in again.stderr
     odd = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "o"), "--dtype", "int8")

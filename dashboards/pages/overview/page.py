@@ -252,7 +252,7 @@ def _draw_evaluations(snapshot: JournalSnapshot, bands: Sequence[charts.FaultBan
     across = 0, max((p.result.step for p in snapshot.trends.evaluations), default=0) or 1
     for column, (title, of) in zip(st.columns(COLUMNS), drawn_lines, strict=False):
         with column:
-            spec = charts.curves(of, title, across=across, zero=False, figures="~g")
+            spec = charts.curves(of, title, across=across, zero=False, figures="~r")
             st.vega_lite_chart(charts.columns(of, bands), spec, width="stretch")
 
 

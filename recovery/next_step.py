@@ -178,13 +178,15 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _escalate(incident, "job_stopped", attempt.plan.because, situation)
     if incident.verified_at is not None:
         return _close(incident, IncidentOutcome.RESOLVED, attempt.plan.because)
+    # A slow start that is cut short begins again, so each attempt after such a failure waits longer.
+    num_slow = sum(a.failure is ActionFailure.NO_PROGRESS for a in incident.attempts)
     seen = verify(
         attempt.plan,
         fleet=situation.fleet,
         progress=situation.progress,
         done_at=attempt.done_at or situation.now,
         now=situation.now,
-        verification_timeout_seconds=situation.config.verification_timeout_seconds,
+        verification_timeout_seconds=situation.config.verification_timeout_seconds * (1 + num_slow),
     )
     if seen.resolved:
         verified = IncidentVerified(digest=attempt.plan.digest, because=seen.because, serving_at=seen.serving_at)

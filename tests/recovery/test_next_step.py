@@ -372,6 +372,18 @@ def test_a_replacement_is_verified_failed_or_pending(
         assert _said(move) == (kind, detail)
 
 
+@pytest.mark.parametrize(
+    ("past", "waits"), [((), 1), (("no_progress",), 2), (("no_progress", "no_progress"), 3), (("died",), 1)]
+)
+def test_after_a_start_that_took_too_long_the_next_one_gets_more_time(past: tuple[str, ...], waits: int) -> None:
+    attempts = [_attempt(failure=ActionFailure(f)) for f in past]
+    for seconds, over in ((20.0 * waits - 1, False), (20.0 * waits + 1, True)):
+        now = _attempt(started_at=NOW - seconds, done_at=NOW - seconds)
+        i = replace(_incident(S.VERIFYING, now), attempts=(*attempts, now))
+        move = _move(i, view=_row(2, R.STARTING), config={"verification_timeout_seconds": 20.0})
+        assert (move is not None and _said(move) == (K.ACTION_FAILED, "no_progress")) is over
+
+
 def test_a_verified_incident_closes_as_resolved() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
     assert _said(_move(i)) == (K.INCIDENT_CLOSED, "resolved")

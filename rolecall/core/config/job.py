@@ -215,7 +215,8 @@ class RecoveryConfig(Section):
     approval_timeout_seconds: Seconds = 600.0
     """A plan that is not approved within this time expires."""
     verification_timeout_seconds: Seconds = 120.0
-    """A replacement must make progress within this time, else the action has failed."""
+    """A replacement must make progress within this time, else the action has failed. The next attempt of the incident
+    gets as much more: a slow start is not cut short again and again."""
     horizon_seconds: Annotated[float, Field(gt=0)] | None = None
     """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon exceeds
     the cost. null: unknown; slow replicas are tolerated."""

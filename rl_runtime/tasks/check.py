@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -16,6 +17,7 @@ import psutil
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError, DeadlineExceeded, EnvironmentFailed, RewardFailed
+from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 CHECK_SECONDS = 300.0
@@ -154,10 +156,22 @@ def _check_reward(job: JobConfig) -> str:
         return ""
     process = RewardProcess(job.reward)
     try:
-        process.start()
+        needs = process.needs()
     finally:
         process.close()
+    _check_columns(job, needs)
     return ""
+
+
+def _check_columns(job: JobConfig, needs: AbstractSet[str]) -> None:
+    """`needs`: of the reward function. Raises ConfigError: the job names no column for one of them."""
+    assert job.data is not None and job.reward is not None
+    name = job.reward.function
+    why = f"reward {name} " + ("compares with it" if name in {*BUILT_IN, "math_verify"} else "needs it")
+    given = {"answer": job.data.answer is not None, "metadata": bool(job.data.metadata)}
+    problems = [f"data.{n}: {why}: name the column" for n, is_given in given.items() if n in needs and not is_given]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_environment(job: JobConfig) -> str:

@@ -17,7 +17,14 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
-from rolecall.rl_runtime.tasks.check import _check_data, _check_dtype, _check_layers, _check_memory, checked
+from rolecall.rl_runtime.tasks.check import (
+    _check_data,
+    _check_dtype,
+    _check_layers,
+    _check_memory,
+    _check_reward,
+    checked,
+)
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 from rolecall.rl_runtime.tasks.task import group_id
@@ -153,6 +160,41 @@ def test_mistakes_in_data_and_reward_are_named(folder: Path, change: dict[str, A
     write_chat_model(folder / "bare", template=None)
     with pytest.raises(ConfigError, match=why):
         _check_data(job_of(folder, **change))
+
+
+@pytest.mark.parametrize(
+    ("reward", "data", "problems"),
+    [
+        ("exact", {"answer": None}, ["data.answer: reward exact compares with it: name the column"]),
+        (
+            "{folder}/mine.py:right",
+            {"answer": None, "metadata": []},
+            [
+                "data.answer: reward {folder}/mine.py:right needs it: name the column",
+                "data.metadata: reward {folder}/mine.py:right needs it: name the column",
+            ],
+        ),
+        ("{folder}/mine.py:right", {}, []),
+        ("{folder}/mine.py:lenient", {"answer": None, "metadata": []}, []),
+        (
+            "reasoning_gym:gcd",
+            {"metadata": []},
+            ["data.metadata: reward reasoning_gym:gcd needs it: name the column"],
+        ),
+    ],
+)
+def test_a_column_that_the_reward_needs_is_not_forgotten(
+    folder: Path, reward: str, data: dict[str, Any], problems: list[str]
+) -> None:
+    with (folder / "mine.py").open("a") as f:
+        f.write("\ndef lenient(response, answer=None):\n    return 0.0\n")
+    job = job_of(folder, reward=reward.format(folder=folder), **data)
+    if not problems:
+        assert _check_reward(job) == ""
+        return
+    with pytest.raises(ConfigError) as found:
+        _check_reward(job)
+    assert list(found.value.problems) == [p.format(folder=folder) for p in problems]
 
 
 @pytest.mark.slow

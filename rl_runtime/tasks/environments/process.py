@@ -151,6 +151,10 @@ def load_environment(name: str) -> tuple[Callable[[], Any], list[str]]:
     for method in ("reset", "step"):
         if not callable(getattr(factory, method, None)):
             raise ConfigError([f"{SETTING}: {name} has no method {method}"])
+    try:
+        inspect.signature(factory.step).bind("self", "response")  # type: ignore[attr-defined]
+    except TypeError as e:
+        raise ConfigError([f"{SETTING}: {name}: step gets the response and nothing else: {e}"]) from e
     parameters = list(inspect.signature(factory.reset).parameters.values())[1:]  # type: ignore[attr-defined]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return factory, list(ARGUMENTS)

@@ -216,8 +216,8 @@ def test_mistakes_are_found_before_anything_starts(
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"environment": "a:B"}, "environment has no meaning without data"),
-        ({"model": {"path": "m"}, "data": {"path": "x"}}, "data needs reward or environment"),
+        ({"environment": "a:B"}, "environment: no meaning without data"),
+        ({"model": {"path": "m"}, "data": {"path": "x"}}, "data: needs reward or environment"),
         (
             {
                 "model": {"path": "m"},

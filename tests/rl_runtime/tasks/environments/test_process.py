@@ -62,6 +62,13 @@ class Strange(Plain):
 class Half:
     def reset(self):
         pass
+
+class Deaf:
+    def reset(self):
+        pass
+
+    def step(self):
+        return Step("what?")
 """
 
 
@@ -178,6 +185,7 @@ def test_methods_need_not_be_async_and_get_what_they_name(file: Path) -> None:
         ("nowhere.at_all:Game", "environment.factory: nowhere.at_all cannot be imported: ModuleNotFoundError"),
         ("{file}:Missing", "environment.factory: Missing is not there in "),
         ("{file}:Half", "Half has no method step"),
+        ("{file}:Deaf", "Deaf: step gets the response and nothing else: too many positional arguments"),
         ("{file}:Strange", "the parameters of reset may be prompt, answer, metadata, seed; it has prompts"),
         ("Game", "expected `package.module:Class`, `FILE.py:Class`"),
     ],

@@ -39,4 +39,7 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        print("usage: python prepare.py FOLDER", file=sys.stderr)
+        sys.exit(2)
     sys.exit(main(Path(sys.argv[1])))

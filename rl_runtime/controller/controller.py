@@ -243,6 +243,7 @@ class Controller:
             stop = self.recorder.journal.flag(STOP_FLAG)
             if stop is not None and not self.state.stop_because:
                 self.state.stop_because = stop or "stop requested"
+                self.evaluation.stop(self.state.stop_because)
                 self._stop.set()
                 self._wake.set()
             if not self.state.stop_because:

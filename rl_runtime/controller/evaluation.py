@@ -249,6 +249,12 @@ class Evaluation:
             self._close(self._running.open)
             self._running = None
 
+    def stop(self, because: str) -> None:
+        """The run was asked to end: the running evaluation has no result."""
+        if self._running is not None:
+            logger.warning("evaluation of version %d dropped without a result: %s", self._running.version, because)
+        self.cancel()
+
     def returned(self) -> None:
         """The run went back to a checkpoint: later policy versions are evaluated again."""
         self.cancel()

@@ -24,7 +24,8 @@ from typing import Any, Final, cast
 import torch
 
 from rolecall.core.config.data import SamplingConfig
-from rolecall.core.errors import DeadlineExceeded, RolecallError
+from rolecall.core.errors import ConfigError, DeadlineExceeded, RolecallError
+from rolecall.rl_runtime.model_folder import read_config, rows_of
 from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage, keep_storage_readable
 from rolecall.rl_runtime.weights.proof import CANARY
 
@@ -111,8 +112,8 @@ def import_vllm() -> Any:
 
 
 def end_tokens(model_dir: Path) -> tuple[int, ...]:
-    """End-of-text ids from the model folder (config.json, generation_config.json); may be empty."""
-    found: set[int] = set()
+    """End-of-text ids of the model folder: of config.json, generation_config.json and the tokenizer; may be empty."""
+    found: set[int] = {*_tokenizer_end(model_dir)}
     for name in ("config.json", "generation_config.json"):
         try:
             value = json.loads((model_dir / name).read_text()).get("eos_token_id")
@@ -122,9 +123,30 @@ def end_tokens(model_dir: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def _tokenizer_end(model_dir: Path) -> list[int]:
+    """Of a chat model it ends a turn, and may differ from the end of a text in config.json."""
+    try:
+        token = json.loads((model_dir / "tokenizer_config.json").read_text()).get("eos_token")
+        words = json.loads((model_dir / "tokenizer.json").read_text())
+    except FileNotFoundError:
+        return []
+    text = token.get("content") if isinstance(token, dict) else token
+    return [word["id"] for word in words.get("added_tokens", ()) if word["content"] == text]
+
+
 def vocab_size(settings: EngineSettings) -> int:
-    """Rows of the embedding, by the folder's config.json."""
-    return int(json.loads((Path(settings.model_dir) / "config.json").read_text())["vocab_size"])
+    """Rows of the embedding, by the folder's config.json.
+
+    Raises:
+        EngineBroken: it does not say.
+    """
+    try:
+        rows = rows_of(read_config(Path(settings.model_dir)), 0)
+    except ConfigError as e:
+        raise EngineBroken(str(e)) from e
+    if not rows:
+        raise EngineBroken(f"{settings.model_dir}: config.json has no vocab_size")
+    return rows
 
 
 class VllmEngine:

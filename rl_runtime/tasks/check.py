@@ -6,16 +6,23 @@ and stay in memory.
 
 import importlib.util
 import json
+import math
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import psutil
 
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import ConfigError, DeadlineExceeded, EnvironmentFailed, RewardFailed
+from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
+from rolecall.core.text import counted
+from rolecall.rl_runtime.model_folder import check_weights, read_config, rows_of, weight_shapes
+from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 CHECK_SECONDS = 300.0
@@ -31,17 +38,20 @@ DRAFT_BYTES: Final = {"float32": 12, "bfloat16": 14}
 """Per trained parameter, of a step with several updates: the weights and moments of AdamW that they move. With adapters
 a parameter as given, and merged."""
 PROCESS_BYTES = 1 << 30
-"""Of libraries and activations, per process."""
+"""Of libraries and a decoder's activations, per process."""
+LOGITS_COPIES: Final = 7
+"""Float32 tensors of the logits' size at the peak of forward and backward pass. Measured: 6.3."""
+LOGITS_COPIES_CHANGED: Final = 9
+"""The same with temperature, top-p or top-k, which change the logits first. Measured: 8.2."""
 HELD_OUT_REQUESTS_MAX, HELD_OUT_TOKENS_MAX = 2048, 2_000_000
 """Of one evaluation: half of what one engine holds at most (`token_buffer.py`), since one may have to hold all."""
 
 
-def checked(job: JobConfig) -> JobConfig:
+def checked(job: JobConfig, seconds: float = CHECK_SECONDS) -> JobConfig:
     """The job with its dataset's fingerprint; unchanged for a built-in task. The built-in model needs no check.
 
     Raises:
-        ConfigError: all problems, each `path: reason`.
-        DeadlineExceeded: the check takes too long.
+        ConfigError: all problems, each `path: reason`, or the check took more than `seconds`.
     """
     _check_loggers(job)
     if job.model.path is None:
@@ -50,14 +60,15 @@ def checked(job: JobConfig) -> JobConfig:
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
         done = subprocess.run(
-            argv, input=job.model_dump_json().encode(), capture_output=True, timeout=CHECK_SECONDS, check=False
+            argv, input=job.model_dump_json().encode(), capture_output=True, timeout=seconds, check=False
         )
     except subprocess.TimeoutExpired:
-        raise DeadlineExceeded(waited_for="the check of data, reward and model", seconds=CHECK_SECONDS) from None
+        because = f"the check of data, reward and model took more than {seconds:g} s: are their files on a slow disk?"
+        raise ConfigError([f"data: {because}"]) from None
     try:
         answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        reason = done.stderr.decode(errors="replace").strip()[-1500:]
+        reason = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise ConfigError([f"data: the check ended with code {done.returncode}: {reason}"]) from None
     if answer["problems"]:
         raise ConfigError(answer["problems"])
@@ -84,21 +95,21 @@ def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
     problems: list[str] = []
     fingerprints = None
     if job.data is not None:
-        fingerprints = _collected(lambda: _check_data(job), problems)
-        _collected(lambda: _check_reward(job), problems)
-        _collected(lambda: _check_environment(job), problems)
+        fingerprints = _collected("data", lambda: _check_data(job), problems)
+        _collected("reward", lambda: _check_reward(job), problems)
+        _collected("environment", lambda: _check_environment(job), problems)
     else:
-        _collected(lambda: _check_evaluation_size(job), problems)
-    _collected(lambda: _check_model(job), problems)
-    _collected(lambda: _check_layers(job), problems)
-    _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
-    return problems, fingerprints or ("", "")
+        _collected("evaluation", lambda: _check_evaluation_size(job), problems)
+    _collected("model", lambda: _check_model(job), problems)
+    _collected("model", lambda: _check_layers(job), problems)
+    _collected("roles", lambda: _check_memory(job, available_bytes()), problems)
+    return list(dict.fromkeys(problems)), fingerprints or ("", "")
 
 
 T = TypeVar("T")
 
 
-def _collected(check: Callable[[], T], problems: list[str]) -> T | None:
+def _collected(section: str, check: Callable[[], T], problems: list[str]) -> T | None:
     try:
         return check()
     except ConfigError as e:
@@ -106,6 +117,8 @@ def _collected(check: Callable[[], T], problems: list[str]) -> T | None:
     except RewardFailed as e:
         setting = "environment.factory" if isinstance(e, EnvironmentFailed) else "reward.function"
         problems.append(f"{setting}: {e.because}")
+    except Exception as e:  # noqa: BLE001 deliberate: a library may raise anything for a file of the user's
+        problems.append(f"{section}: {type(e).__name__}: {e}")
     return None
 
 
@@ -154,10 +167,22 @@ def _check_reward(job: JobConfig) -> str:
         return ""
     process = RewardProcess(job.reward)
     try:
-        process.start()
+        needs = process.needs()
     finally:
         process.close()
+    _check_columns(job, needs)
     return ""
+
+
+def _check_columns(job: JobConfig, needs: AbstractSet[str]) -> None:
+    """`needs`: of the reward function. Raises ConfigError: the job names no column for one of them."""
+    assert job.data is not None and job.reward is not None
+    name = job.reward.function
+    why = f"reward {name} " + ("compares with it" if name in {*BUILT_IN, "math_verify"} else "needs it")
+    given = {"answer": job.data.answer is not None, "metadata": bool(job.data.metadata)}
+    problems = [f"data.{n}: {why}: name the column" for n, is_given in given.items() if n in needs and not is_given]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_environment(job: JobConfig) -> str:
@@ -173,7 +198,7 @@ def _check_environment(job: JobConfig) -> str:
 
 
 def _check_model(job: JobConfig) -> str:
-    config = _model_config(job)
+    config = read_config(Path(job.model.path or ""))
     vocabulary(job.model, None if job.data else job.task.name)
     from rolecall.rl_runtime.rollout.engine import import_vllm
 
@@ -183,7 +208,7 @@ def _check_model(job: JobConfig) -> str:
 
     _check_dtype(job.model.dtype, current_platform)
     supported = ModelRegistry.get_supported_archs()
-    names = config.get("architectures") or []
+    names = _architectures(config, job.model.path or "")
     if not any(name in supported for name in names):
         what = f"vLLM has no {', '.join(names)}" if names else "config.json names no architecture"
         raise ConfigError([f"model.path: {what}"], job.model.path or "")
@@ -192,6 +217,13 @@ def _check_model(job: JobConfig) -> str:
         lengths = f"prompt and response have up to {job.max_tokens} tokens"
         raise ConfigError([f"data: {lengths}, and the model reads {longest}"], job.model.path or "")
     return ""
+
+
+def _architectures(config: dict[str, Any], folder: str) -> list[str]:
+    names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise ConfigError([f"model.path: config.json: architectures is no list: {names!r:.80}"], folder)
+    return names
 
 
 def _check_dtype(name: str, platform: Any) -> None:
@@ -209,26 +241,49 @@ def _check_dtype(name: str, platform: Any) -> None:
 
 
 def _check_layers(job: JobConfig) -> str:
-    """Adapters and gradient checkpointing, on the model without its weights."""
-    if job.lora is None and not job.model.gradient_checkpointing:
-        return ""
+    """The model without its weights: whether the files have them all, adapters and gradient checkpointing."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rolecall.rl_runtime.model_layers import add_layers
 
+    folder = Path(job.model.path or "")
     try:
-        config = AutoConfig.from_pretrained(str(job.model.path), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, RuntimeError) as e:
-        raise ConfigError([f"model.path: {e}"], job.model.path or "") from e
-    add_layers(model, job.model, job.lora, job.seed)
+        raise ConfigError([f"model.path: {e}"], str(folder)) from e
+    _check_weights(model, weight_shapes(folder), folder)
+    if job.lora is not None or job.model.gradient_checkpointing:
+        add_layers(model, job.model, job.lora, job.seed)
     return ""
 
 
+def _check_weights(model: Any, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """`model`: on no device. `shapes`: of the files' tensors.
+
+    Names that the model does not have may be converted to others when it is loaded. What is missing is known only then.
+    """
+    names = dict[int, list[str]]()  # of one parameter: tied ones have several
+    mismatched = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        if shapes.get(name, tuple(parameter.shape)) != tuple(parameter.shape):
+            mismatched.append(name)
+    own = [name for same in names.values() for name in same]
+    may_lack = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
+    missing = [
+        same[0]
+        for same in names.values()
+        if not any(name in shapes or any(p.search(name) for p in may_lack) for name in same)
+    ]
+    check_weights(missing if shapes.keys() <= {*own} else (), mismatched, folder)
+
+
 def _check_memory(job: JobConfig, available: int) -> str:
-    num = _num_parameters(Path(job.model.path or ""))
+    folder = Path(job.model.path or "")
+    num = _num_parameters(folder)
     algorithm, roles, dtype = job.algorithm, job.roles, job.model.dtype
     weight = WEIGHT_BYTES[dtype]
     network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
@@ -236,41 +291,68 @@ def _check_memory(job: JobConfig, available: int) -> str:
     rollouts = roles.rollout + job.runtime.standbys
     if algorithm.num_updates > 1:
         trainer += (DRAFT_BYTES[dtype] if job.lora is None else 2 * weight) * (1 + algorithm.has_critic)
-    needed = roles.trainer * (num * trainer + PROCESS_BYTES)
+    logits = _logits_bytes(job, rows_of(read_config(folder), 0))
+    needed = roles.trainer * (num * trainer + logits + PROCESS_BYTES)
     needed += rollouts * (num * weight + job.runtime.kv_cache_bytes + PROCESS_BYTES)
     if needed > available:
-        what = f"{roles.trainer} trainers and {rollouts} engines of {num / 1e6:.0f} M parameters"
-        raise ConfigError([f"roles: {what} need about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} are free"])
+        what = f"{counted(roles.trainer, 'trainer')} and {counted(rollouts, 'engine')} of {num / 1e6:.0f} M parameters"
+        of_logits = f"{roles.trainer * logits / 2**30:.1f} of it for logits, less with algorithm.microbatch_tokens_max"
+        sizes = f"about {needed / 2**30:.1f} GiB ({of_logits}), and {available / 2**30:.1f} are free"
+        raise ConfigError([f"roles: {what} need {sizes}"])
     return ""
 
 
-def _model_config(job: JobConfig) -> dict[str, Any]:
-    path = Path(job.model.path or "") / "config.json"
+def _logits_bytes(job: JobConfig, vocab: int) -> int:
+    """Of one trainer, at the peak of a forward and backward pass."""
+    algorithm, sampling = job.algorithm, job.sampling
+    longest = job.task.max_tokens
+    if job.data is not None:
+        longest = job.data.max_prompt_tokens + job.data.max_response_tokens
+    tokens = algorithm.groups_per_microbatch * algorithm.group_size * longest
+    tokens = min(tokens, algorithm.microbatch_tokens_max or tokens)
+    is_changed = sampling.temperature != 1 or sampling.top_p < 1 or sampling.top_k > 0
+    return tokens * vocab * 4 * (LOGITS_COPIES_CHANGED if is_changed else LOGITS_COPIES)
+
+
+def available_bytes(
+    machine: Callable[[], int] = lambda: psutil.virtual_memory().available,
+    own: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Memory that this process and its children can still have: the machine's, within the limits of its control group.
+
+    Files that a group has read count as used there, and are given back when memory is short: those not in use are free.
+    """
+    found = [machine()]
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2
+                base, names = root, ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                base = root / "memory"
+                names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            else:
+                continue
+            folder = base / path.lstrip("/")
+            # In a container the group is the root of what is mounted, whatever its path is called.
+            groups = [group for group in (folder, *folder.parents) if group.is_relative_to(base)]
+            found += [free for group in groups for free in _free_of(group, *names)]
+    return max(0, min(found))
+
+
+def _free_of(group: Path, limit: str, used: str, files: str) -> list[int]:
+    """Empty: the group has no limit."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError([f"model.path: {e}"], str(path)) from e
-    return config
+        free = int((group / limit).read_text()) - int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return [free + int(stat.get(files, 0))]
+    except (OSError, ValueError):  # `max`, or there is no such group
+        return []
 
 
 def _num_parameters(folder: Path) -> int:
-    from safetensors import SafetensorError, safe_open
-
-    num = 0
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(["model.path: no .safetensors file"], str(folder))
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 it is no mapping
-                    size = 1
-                    for length in tensors.get_slice(name).get_shape():
-                        size *= length
-                    num += size
-        except (OSError, SafetensorError) as e:
-            raise ConfigError([f"model.path: {file.name}: {e}"], str(folder)) from e
-    return num
+    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
 
 
 def main() -> int:

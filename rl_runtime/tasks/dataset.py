@@ -100,6 +100,8 @@ def _opened(config: DataConfig, section: str) -> Dataset:
         fingerprint = fingerprint_of(path)
     except OSError as e:
         raise ConfigError([f"data.path: {os_reason(e)}"], config.path) from e
+    if config.split != DataConfig.model_fields["split"].default and not path.is_dir():
+        raise ConfigError(["data.split: a file has no splits: name the file of this split in path"], config.path)
     if config.fingerprint is not None and fingerprint != config.fingerprint:
         because = f"the files have changed: fingerprint {fingerprint[:12]}, and the run began with"
         raise ConfigError([f"data.path: {because} {config.fingerprint[:12]}"], config.path)

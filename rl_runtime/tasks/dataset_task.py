@@ -1,5 +1,6 @@
 """A user's dataset as a task: prompts are its rows, rewards come from the user's function."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rolecall.core.config.job import JobConfig
@@ -56,7 +57,13 @@ class DatasetTask(Task):
         for dataset in filter(None, (self._dataset, self._held_out)):
             for number in range(len(dataset)):
                 dataset.row(number)
-        lengths = [len(self._prompt_tokens(self._dataset.row(n))) for n in range(min(rows, self.num_rows))]
+        lengths = []
+        for number in range(min(rows, self.num_rows)):
+            tokens = self._prompt_tokens(self._dataset.row(number))
+            why = self._unusable(tokens)
+            if why:
+                raise ConfigError([f"data.prompt: row {number}: {why}"], self._data.path)
+            lengths.append(len(tokens))
         longest = self._data.max_prompt_tokens
         if min(lengths) > longest:
             none = f"none of the first {len(lengths)} prompts fits: the shortest has {min(lengths)} tokens"
@@ -76,8 +83,14 @@ class DatasetTask(Task):
             # Not the reason itself, which quotes the row: the ledger holds no text.
             return Prompt(group_id=group_id(number), tokens=(), unusable="the prompt of this row cannot be rendered")
         longest = self._data.max_prompt_tokens
-        unusable = f"prompt too long: {len(tokens)} tokens, at most {longest}" if len(tokens) > longest else ""
-        return Prompt(group_id=group_id(number), tokens=tokens, unusable=unusable)
+        too_long = f"prompt too long: {len(tokens)} tokens, at most {longest}" if len(tokens) > longest else ""
+        return Prompt(group_id=group_id(number), tokens=tokens, unusable=self._unusable(tokens) or too_long)
+
+    def _unusable(self, tokens: Sequence[int]) -> str:
+        """Why an engine could not compute with this prompt, whatever its length; empty: it could."""
+        if not tokens:
+            return "prompt has no tokens"
+        return "prompt has a token that the model does not have" if max(tokens) >= self.vocab.size else ""
 
     def _prompt_tokens(self, row: Row) -> tuple[int, ...]:
         return self._tokenizer.prompt_tokens(row, self._data)

@@ -16,7 +16,7 @@ from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, Conversat
 from rolecall.rl_runtime.tasks.dataset import Row
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.environments.process import NOT_DETERMINISTIC, EnvironmentProcess, Played, Script
-from rolecall.rl_runtime.tasks.task import group_id
+from rolecall.rl_runtime.tasks.task import group_id, held_out_of, is_held_out
 
 Tokens = tuple[int, ...]
 NOT_RENDERED: Final = "an observation cannot be rendered"
@@ -70,13 +70,18 @@ class EnvironmentTask(DatasetTask):
         return [self._observation(c, p) for c, p in zip(conversations, played, strict=True)]
 
     def rewards(self, group: PromptGroup) -> list[float]:
-        """Those of the function where the job has one, else the sums of the environment's.
+        """Those of the function where the job has one, else the sums of the environment's. The group's environments
+        end then.
 
         Raises:
             RewardFailed, EnvironmentFailed: of the function, or of the environment of any conversation.
         """
-        if self._process is not None:
-            return super().rewards(group)
+        try:
+            return self._sums(group) if self._process is None else super().rewards(group)
+        finally:
+            self._environments.end([s.request_id for s in group.samples])
+
+    def _sums(self, group: PromptGroup) -> list[float]:
         conversations = [
             Conversation(request_id=s.request_id, group_id=group.group_id, tokens=s.tokens, versions=s.versions)
             for s in group.samples
@@ -95,8 +100,9 @@ class EnvironmentTask(DatasetTask):
         return self._tokenizer.prompt_tokens(row, self._data, answers=False)
 
     def _seed(self, group: str) -> int:
-        """The same in all samples of a group, and in every process."""
-        return random.Random(f"environment/{self.seed}/{group}").randrange(2**31)
+        """The same in all samples of a group, in every process, and of a held-out prompt in every evaluation."""
+        name = f"held out/{held_out_of(group)[1]}" if is_held_out(group) else group
+        return random.Random(f"environment/{self.seed}/{name}").randrange(2**31)
 
     def _script(self, conversation: Conversation) -> Script:
         row = self._group_row(conversation.group_id)

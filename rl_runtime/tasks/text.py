@@ -1,15 +1,15 @@
 """A Hugging Face tokenizer: prompts to tokens through its chat template, answers to text."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rolecall.core.config.data import DataConfig
 from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.model_folder import read_config, rows_of
 from rolecall.rl_runtime.tasks.dataset import Row
 from rolecall.rl_runtime.tasks.environments.interface import Opening
-from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, rows_of
+from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 
 RESPONSE = "rolecall-response"
 """Stands for a response of the model in a rendered chat: what the template writes behind it is looked for."""
@@ -22,8 +22,8 @@ class TextTokenizer:
         """Raises ConfigError: the folder has no usable tokenizer."""
         from transformers import AutoTokenizer
 
+        config = read_config(folder)
         try:
-            config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except Exception as e:  # transformers raises errors of many kinds for a bad folder
             raise ConfigError([f"model.path: no usable tokenizer: {' '.join(str(e).split())}"], str(folder)) from e

@@ -13,6 +13,7 @@ from typing import Any
 
 from rolecall.core.config.job import ModelConfig, TaskName
 from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.model_folder import read_config, rows_of
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 FILLER = "_"
@@ -102,8 +103,8 @@ def folder_vocabulary(folder: Path, task: TaskName | None = TaskName.DIGIT_PARIT
     """
     from tokenizers import Tokenizer
 
+    config = read_config(folder)
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
         raise ConfigError([f"model.path: {e}"], str(folder)) from e
@@ -127,11 +128,6 @@ def folder_vocabulary(folder: Path, task: TaskName | None = TaskName.DIGIT_PARIT
         eos=eos,
         size=rows_of(config, len(tokenizer.get_vocab())),
     )
-
-
-def rows_of(config: dict[str, Any], otherwise: int) -> int:
-    """Rows of the embedding, by a model's config.json; multi-modal models have it in `text_config`."""
-    return int(config.get("text_config", config).get("vocab_size") or otherwise)
 
 
 def _first_id(value: Any) -> int | None:

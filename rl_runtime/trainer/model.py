@@ -25,6 +25,7 @@ from rolecall.core.config.job import ModelConfig, TaskName, parse_job
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RolecallError
 from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.model_folder import check_weights
 from rolecall.rl_runtime.model_layers import add_layers, is_adapter
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_tokenizer
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
@@ -140,18 +141,25 @@ def load_model_folder(folder: Path) -> Any:
     """A causal language model in float32 from a local folder; nothing is downloaded, nothing unpickled.
 
     Raises:
-        ConfigError: names the folder and the reason.
+        ConfigError: names the folder and the reason, also a weight that it lacks: each process would make up another.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # stderr belongs to the run's own display
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
         )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise ConfigError([f"model.path: {e}"], str(folder)) from e
+    check_weights(sorted(loading["missing_keys"]), sorted(key for key, *_ in loading["mismatched_keys"]), folder)
     return model.eval()
 
 

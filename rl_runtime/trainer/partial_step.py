@@ -43,6 +43,7 @@ class Outputs:
     """Of the models for each token of a microbatch, without gradient."""
 
     logprobs_st: torch.Tensor
+    comparable_st: torch.Tensor  # which of them can be compared with the engine's
     values_after_st: torch.Tensor | None
 
 
@@ -55,9 +56,9 @@ class _Chunks:
 
     @torch.no_grad()
     def gathered(self, batch: Batch, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`of` each chunk's tokens, together as (S, T); 0 beyond a chunk's end."""
+        """`of` each chunk's tokens, together as (S, T) or (S, T, ...); 0 beyond a chunk's end."""
         found = [of(batch.tokens_st[rows, :end]) for rows, end in zip(self.rows, self.ends, strict=True)]
-        whole = found[0].new_zeros(batch.tokens_st.shape)
+        whole = found[0].new_zeros((*batch.tokens_st.shape, *found[0].shape[2:]))
         for rows, end, x in zip(self.rows, self.ends, found, strict=True):
             whole[rows, :end] = x
         return whole
@@ -88,8 +89,16 @@ class Gradients:
         batch, _ = self._batch(state, microbatch)
         cut = self._chunks(microbatch)
         critic = state.critic
+
+        def both(tokens_st: torch.Tensor) -> torch.Tensor:
+            logits = state.policy.module(input_ids=tokens_st, use_cache=False).logits
+            logprobs = token_logprobs(sampled_logits(logits, tokens_st, self._sampling), tokens_st)[0]
+            return torch.stack([logprobs, comparable(logits, self._sampling).to(logprobs.dtype)], dim=-1)
+
+        logprobs, same = cut.gathered(batch, both).unbind(dim=-1)
         return Outputs(
-            logprobs_st=cut.gathered(batch, lambda tokens: self._logprobs(state.policy.module, tokens)),
+            logprobs_st=logprobs,
+            comparable_st=same.bool(),
             values_after_st=None if critic is None else cut.gathered(batch, critic.module),
         )
 
@@ -120,6 +129,7 @@ class Gradients:
                 state,
                 part,
                 terms,
+                comparable_st=of_part(old.comparable_st) if old else None,
                 reference_logprobs_st=of_part(reference),
                 old_logprobs_st=of_part(old.logprobs_st) if old else None,
                 old_values_after_st=of_part(old.values_after_st) if old else None,
@@ -181,12 +191,21 @@ class Gradients:
         return torch.cat([g.reshape(-1) for g in grads])
 
     def _objective(
-        self, state: TrainerState, batch: Batch, terms: TokenSelection, **known: torch.Tensor | None
+        self,
+        state: TrainerState,
+        batch: Batch,
+        terms: TokenSelection,
+        *,
+        comparable_st: torch.Tensor | None,
+        **known: torch.Tensor | None,
     ) -> Objective:
-        """`known`: outputs of other weights, see `objective`."""
+        """`comparable_st`: of the weights before the step, which engines sampled with; None: `state` has these.
+        `known`: outputs of other weights, see `objective`.
+        """
         logits = state.policy.module(input_ids=batch.tokens_st, use_cache=False).logits
         logprobs, entropy = token_logprobs(sampled_logits(logits, batch.tokens_st, self._sampling), batch.tokens_st)
-        versions = torch.where(comparable(logits, self._sampling), batch.versions_st, -1)
+        same_st = comparable(logits, self._sampling) if comparable_st is None else comparable_st
+        versions = torch.where(same_st, batch.versions_st, -1)
         return objective(
             replace(batch, versions_st=versions),  # of the tokens to compare with the engine's
             self._algorithm,

@@ -6,8 +6,8 @@ any point and finished in the next epoch, with the lost replicas' microbatches a
 missed a commit copies the whole state from a member that has it.
 
 With `ppo_epochs` or `mini_batches` a step has several updates, each with a reduce and a vote of its own. They move a
-draft of the state, which becomes the state with the last one, and is forgotten when the step is interrupted: what was
-computed for the first update is kept, the rest of the step begins again.
+draft of the state, which becomes the state with the last one, and is forgotten when the step is interrupted. What was
+computed for the first update is kept if the loss came during it; all else is computed again.
 
 Exactly B microbatches enter each step, and each pass over it (ReCoVer's invariant): the vote checks their ids.
 Gradients are sums over tokens and are divided once, after the vote, by the totals of the update's microbatches

@@ -98,7 +98,7 @@ def _progress(snapshot: RunSnapshot) -> Text:
     return _line(
         ("step ", "dim"), (f"{snapshot.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"), *evaluated,
         ("   tokens/s ", "dim"), (rate, "bold"), ("   s/step ", "dim"), (pace, "bold"),
-        ("   epoch ", "dim"), (str(snapshot.epoch), "bold"),
+        ("   membership ", "dim"), (str(snapshot.epoch), "bold"),
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A wrong job file: every problem at once, each `path: reason`; a right one is frozen, and its digest names it."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,38 @@ def test_every_problem_is_reported_at_once_as_path_and_reason() -> None:
     assert all(": " in p and p.split(": ", 1)[1] for p in problems)
     assert "nonsense: unknown key" in problems
     assert any(p.startswith("model: num_heads (4) must be a multiple of num_kv_heads (3)") for p in problems)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("recovery", "horizon_seconds"),
+        ("detector", "hang_p99_factor"),
+        ("lora", "alpha"),
+        ("evaluation", "pass_reward"),
+    ],
+)
+def test_numbers_are_finite(section: str, name: str, value: float) -> None:
+    """JSON, in which the run's processes get the job, has no other numbers."""
+    (problem,) = _problems({section: {name: value}})
+    assert problem.startswith(f"{section}.{name}: Input should be ")
+
+
+@pytest.mark.parametrize(
+    ("value", "problems"),
+    [
+        ({"lora": {"target_modules": "q_proj"}}, ["lora.target_modules: expected all-linear, or a list of names"]),
+        ({"lora": {"target_modules": []}}, ["lora.target_modules: expected all-linear, or a list of names"]),
+        ({"lora": {"target_modules": ["q_proj", 1]}}, ["lora.target_modules: expected all-linear, or a list of names"]),
+        ({"sampling": {"stop": ["\n", ""]}}, ["sampling.stop.1: String should have at least 1 character"]),
+        ({"num_steps": 5, "optimizer": {"warmup_steps": 6}}, ["optimizer.warmup_steps: 6 are more than num_steps (5)"]),
+        ({"reward": "exact", "environment": "a:B"}, ["reward: no meaning without", "environment: no meaning without"]),
+    ],
+)
+def test_each_problem_begins_with_its_setting(value: Any, problems: list[str]) -> None:
+    found = _problems(value)
+    assert len(found) == len(problems) and all(map(str.startswith, found, problems))
 
 
 @pytest.mark.parametrize("value", [[], "text", 3, True])

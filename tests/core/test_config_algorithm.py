@@ -55,6 +55,13 @@ def made(**values: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(values)
 
 
+def needed_for(key: str) -> dict[str, Any]:
+    """Other settings, without which this one has no meaning."""
+    if key in FILTERS:
+        return {"dynamic_sampling": True}
+    return {"ppo_epochs": 2} if key == "value_clip" else {}
+
+
 def refusal(**values: Any) -> str:
     """The one sentence with which it is refused."""
     with pytest.raises(ValidationError) as caught:
@@ -85,8 +92,7 @@ def test_settings_of_another_algorithm_are_rejected_with_the_reason(name: Algori
 def test_an_algorithms_own_settings_are_accepted_and_shown(name: AlgorithmName, key: str) -> None:
     if (name, key) == ("dapo", "divide_by_std"):
         return  # a rule of its own
-    needed = {"dynamic_sampling": True} if key in FILTERS else {}
-    found = made(name=name, **needed, **{key: OTHER[key]})
+    found = made(name=name, **needed_for(key), **{key: OTHER[key]})
     assert getattr(found, key) == OTHER[key] == found.model_dump()[key]
 
 
@@ -178,6 +184,10 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
         "group_size must be at least 2: reinforce++-baseline compares",
     ),
     "filter of nothing": ({"filter_by": "exact"}, "filter_by: no meaning without dynamic_sampling"),
+    "values that have not changed": (
+        {"name": "ppo", "value_clip": 0.2},
+        "value_clip has no meaning with one update a step (ppo_epochs x mini_batches): no value has changed",
+    ),
     "punishment at a length, of nothing": (
         {"overlong_limit_tokens": 4},
         "overlong_limit_tokens has no meaning without overlong_buffer_tokens",
@@ -257,7 +267,7 @@ UNFIT: dict[str, dict[str, Any]] = {
     "no clip range": {"clip_high": 0.0},
     "cap below 1": {"importance_cap": 0.5},
     "dual clip of nothing wrong": {"dual_clip": 1.0},
-    "no change of values": {"name": "ppo", "value_clip": 0.0},
+    "no change of values": {"name": "ppo", "ppo_epochs": 2, "value_clip": 0.0},
     "deviation": {"std": "bessel"},
     "estimator": {"kl_coefficient": 0.1, "kl_estimator": "k4"},
     "level of weights": {"importance_cap": 2.0, "importance": "group"},
@@ -308,14 +318,14 @@ TOO_LONG = [
 
 @pytest.mark.parametrize(("key", "values"), TOO_LONG, ids=[key for key, _ in TOO_LONG])
 def test_lengths_are_held_against_the_tasks_longest_response(key: str, values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"algorithm\.{key} \({LONGEST + 1}\) is longer than the longest response"):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key}: {LONGEST + 1} is longer than the longest response"):
         parse_job({"algorithm": values})
     parse_job({"algorithm": {**values, key: LONGEST}})
 
 
 def test_a_budget_holds_the_longest_sample() -> None:
     longest = JobConfig().max_tokens
-    because = rf"algorithm\.microbatch_tokens_max \({longest - 1}\) is less than the longest .* \({longest} tokens\)"
+    because = rf"algorithm\.microbatch_tokens_max: {longest - 1} is less than the longest .* \({longest} tokens\)"
     with pytest.raises(ConfigError, match=because):
         parse_job({"algorithm": {"microbatch_tokens_max": longest - 1}})
     assert parse_job({"algorithm": {"microbatch_tokens_max": longest}}).algorithm.microbatch_tokens_max == longest
@@ -366,7 +376,8 @@ def settings_of(name: AlgorithmName) -> st.SearchStrategy[dict[str, Any]]:
     def joined(parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
         values, weight, sampling = parts
         filtering = name == "dapo" or values.get("dynamic_sampling", False)
-        return {**values, **weight, **(sampling if filtering else {})}
+        clipping = needed_for("value_clip") if "value_clip" in values else {}
+        return {**values, **weight, **clipping, **(sampling if filtering else {})}
 
     return st.tuples(plain, way, filters).map(joined)
 
@@ -393,7 +404,7 @@ def test_the_digest_covers_every_setting() -> None:
     jobs = [parse_job({"algorithm": {"name": name}}) for name in AlgorithmName]
     for name, key in OWN:
         if (name, key) != ("dapo", "divide_by_std"):
-            values = {"name": name, **({"dynamic_sampling": True} if key in FILTERS else {}), key: OTHER[key]}
+            values = {"name": name, **needed_for(key), key: OTHER[key]}
             jobs.append(parse_job({"algorithm": values}))
     # Of dapo, dynamic_sampling is no change; of the others, it is the base of their filters.
     assert len({job.digest() for job in jobs}) == len({job.model_dump_json() for job in jobs}) == len(jobs) - 1

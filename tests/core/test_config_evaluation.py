@@ -41,8 +41,8 @@ def test_of_a_dataset_it_needs_other_prompts(evaluation: dict[str, Any], why: st
     ("evaluation", "why"),
     [
         ({}, "evaluation.num_prompts: a built-in task has no end"),
-        ({"num_prompts": 5, "path": "/test.jsonl"}, "evaluation.path has no meaning without data"),
-        ({"num_prompts": 5, "split": "test"}, "evaluation.split has no meaning without data"),
+        ({"num_prompts": 5, "path": "/test.jsonl"}, "evaluation.path: no meaning without data"),
+        ({"num_prompts": 5, "split": "test"}, "evaluation.split: no meaning without data"),
         ({"num_prompts": 5, "max_response_tokens": 500}, "longer than the task's longest response"),
     ],
 )

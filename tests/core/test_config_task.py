@@ -43,9 +43,7 @@ TOO_LONG = [
 def test_lengths_beyond_the_longest_response_are_refused_with_the_reason(
     setting: str, algorithm: dict[str, Any]
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"algorithm\.{setting} \(17\) is longer than the longest response \(16 tokens"
-    ):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{setting}: 17 is longer than the longest response \(16 tokens"):
         parse_job({"algorithm": algorithm})
     assert parse_job({"algorithm": algorithm, "task": {"name": "long_addition"}})
     assert parse_job({"algorithm": {**algorithm, setting: 16}})

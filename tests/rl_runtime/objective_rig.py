@@ -62,8 +62,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce++": {"name": "reinforce++", "overlong_buffer_tokens": 3},
     "reinforce++-baseline": {"name": "reinforce++-baseline", "std": "sample", "kl_coefficient": 0.1},
     "ppo, divergence in the reward": {"name": "ppo", "kl_coefficient": 0.5, "kl_in_reward": True, "gamma": 0.9},
-    "ppo, later update": {"name": "ppo", "value_clip": 0.3, "kl_coefficient": 0.1, "kl_estimator": "k2"},
-    "tppo, later update": {"name": "tppo", "value_clip": 0.5, "truncation_value": "previous"},
+    "ppo, later update": {
+        "name": "ppo",
+        "ppo_epochs": 2,
+        "value_clip": 0.3,
+        "kl_coefficient": 0.1,
+        "kl_estimator": "k2",
+    },
+    "tppo, later update": {"name": "tppo", "ppo_epochs": 2, "value_clip": 0.5, "truncation_value": "previous"},
     "tppo, divergence in the reward": {"name": "tppo", "kl_coefficient": 0.2, "kl_in_reward": True},
 }
 CUTS = tuple(name for name in ALGORITHMS if name.startswith("tppo"))

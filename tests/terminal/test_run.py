@@ -101,7 +101,8 @@ def test_step_reward_rate_and_pace_are_shown(fake_run: RunDir) -> None:
     snapshot = _at(fake_run, 50.0)
     assert snapshot.tokens_per_second == pytest.approx(8 * 96 / 0.62, rel=0.1)
     assert snapshot.step_seconds == pytest.approx(0.62, rel=0.2)
-    assert re.search(r"step \d+/120 +reward 0\.\d\d +tokens/s 1,\d{3} +s/step 0\.\d\d", printed(render(snapshot)))
+    line = r"step \d+/120 +reward 0\.\d\d +tokens/s 1,\d{3} +s/step 0\.\d\d +membership \d+"
+    assert re.search(line, printed(render(snapshot)))
 
 
 def test_the_rate_falls_while_nothing_is_committed(fake_run: RunDir) -> None:

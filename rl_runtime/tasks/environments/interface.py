@@ -26,6 +26,9 @@ class Environment(Protocol):
     Both methods may be `async` or not. Equal arguments and responses must give equal observations: a conversation
     whose process was lost is replayed in another one, and dropped if its observations differ. Anything random must
     come from `seed`.
+
+    A method `close`, `async` or not, is called if there is one, once the conversation is scored or lost to a failure.
+    Nothing calls it when the process ends.
     """
 
     def reset(

@@ -7,9 +7,11 @@ None of their failures is ever an observation or a reward.
 
 import asyncio
 import inspect
+import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from numbers import Real
@@ -21,11 +23,16 @@ from rolecall.rl_runtime.tasks.environments.interface import Opening, Step
 from rolecall.rl_runtime.tasks.rewards.functions import imported
 from rolecall.rl_runtime.tasks.user_process import UserProcess
 
+logger = logging.getLogger(__name__)
+
 SETTING: Final = "environment.factory"
 LIVE_MAX: Final = 1024
-"""Environments that are kept; the one that was idle for longest is replayed when it is needed again."""
+"""Environments that are kept, at most until their conversations are scored; the one that was idle for longest is
+replayed when it is needed again."""
 GRACE_SECONDS: Final = 1.0
 """Beyond its deadline, for an `async` call to fail by itself before the whole process is ended."""
+CLOSE_SECONDS: Final = 1.0
+"""For an `async` method `close`."""
 ARGUMENTS: Final = ("prompt", "answer", "metadata", "seed")
 NOT_DETERMINISTIC: Final = "environment is not deterministic"
 
@@ -61,11 +68,11 @@ class EnvironmentProcess(UserProcess):
             ConfigError: the class cannot be used.
             EnvironmentFailed: the process did not start.
         """
-        self._send((list(scripts), self._config.timeout_seconds))
+        self._send((list(scripts), self._config.timeout_seconds, []))
         results: dict[int, Played | EnvironmentFailed] = {}
         try:
             while len(results) < len(scripts):
-                seconds = self._config.timeout_seconds + GRACE_SECONDS
+                seconds = self._config.timeout_seconds + GRACE_SECONDS + CLOSE_SECONDS
                 found = self._receive(seconds, f"{len(scripts) - len(results)} conversations")
                 if found is not None:  # else one more step is done
                     number, result = found
@@ -74,6 +81,12 @@ class EnvironmentProcess(UserProcess):
             e.is_alone = len(scripts) - len(results) == 1
             return [results.get(n, e) for n in range(len(scripts))]
         return [results[n] for n in range(len(scripts))]
+
+    def end(self, keys: Sequence[str]) -> None:
+        """Drops the environments of conversations that have ended. Waits for nothing, and starts no process."""
+        if self.pid:
+            with suppress(EnvironmentFailed):  # the process has ended: so have they
+                self._send(([], self._config.timeout_seconds, list(keys)))
 
 
 @dataclass(slots=True)
@@ -90,30 +103,56 @@ class _Player:
     def __init__(self, factory: Callable[[], Any], wanted: Sequence[str], progress: Callable[[], None]) -> None:
         self._factory, self._wanted, self._progress = factory, wanted, progress
         self._live: OrderedDict[str, _Live] = OrderedDict()
+        self._dropped: list[Any] = []
 
     async def play(self, script: Script, seconds: float) -> Played | EnvironmentFailed:
         live = self._live.pop(script.key, None)
         try:
             if live is None or tuple(live.responses) != script.responses[: len(live.responses)]:
+                self._drop(live)
                 live = _Live(self._factory())
                 arguments = {name: script.arguments[name] for name in self._wanted}
                 live.opening = opening_of(await _done(live.environment.reset(**arguments), seconds))
                 self._progress()
             for response in script.responses[len(live.responses) :]:
                 if live.steps and live.steps[-1].done:
+                    self._drop(live)
                     because = f"it ended after {len(live.steps)} of {len(script.responses)} responses"
                     return EnvironmentFailed(kind=NOT_DETERMINISTIC, because=because, is_final=True)
                 live.steps.append(step_of(await _done(live.environment.step(response), seconds)))
                 live.responses.append(response)
                 self._progress()
         except TimeoutError:
+            self._drop(live)
             return EnvironmentFailed(kind="no answer in time", because=f"no answer within {seconds:g} s")
         except Exception as e:  # noqa: BLE001 deliberate: the user's code may raise anything, and it is reported
+            self._drop(live)
             return EnvironmentFailed(kind=type(e).__name__, because=f"{type(e).__name__}: {e}")
         self._live[script.key] = live
-        while len(self._live) > LIVE_MAX:
-            self._live.popitem(last=False)
         return Played(opening=live.opening, steps=tuple(live.steps))
+
+    def _drop(self, live: _Live | None) -> None:
+        if live is not None:
+            self._dropped.append(live.environment)
+
+    async def end(self, keys: Sequence[str]) -> None:
+        """Drops these environments, and those beyond `LIVE_MAX`; closes all that were dropped."""
+        for key in keys:
+            self._drop(self._live.pop(key, None))
+        while len(self._live) > LIVE_MAX:
+            self._drop(self._live.popitem(last=False)[1])
+        dropped, self._dropped = self._dropped, []
+        await asyncio.gather(*map(_close, dropped))
+
+
+async def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if not callable(close):
+        return
+    try:
+        await _done(close(), CLOSE_SECONDS)
+    except Exception:  # deliberate: the user's code may raise anything, and its conversation has its result already
+        logger.warning("close of an environment failed", exc_info=True)
 
 
 async def _done(value: Any, seconds: float) -> Any:
@@ -151,6 +190,10 @@ def load_environment(name: str) -> tuple[Callable[[], Any], list[str]]:
     for method in ("reset", "step"):
         if not callable(getattr(factory, method, None)):
             raise ConfigError([f"{SETTING}: {name} has no method {method}"])
+    try:
+        inspect.signature(factory.step).bind("self", "response")  # type: ignore[attr-defined]
+    except TypeError as e:
+        raise ConfigError([f"{SETTING}: {name}: step gets the response and nothing else: {e}"]) from e
     parameters = list(inspect.signature(factory.reset).parameters.values())[1:]  # type: ignore[attr-defined]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return factory, list(ARGUMENTS)
@@ -173,10 +216,11 @@ def _serve(connection: Connection, name: str) -> None:
     with asyncio.Runner() as runner:  # one loop for all calls: environments may keep connections open
         while True:
             try:
-                scripts, seconds = connection.recv()
+                scripts, seconds, ended = connection.recv()
             except EOFError:
                 return
             runner.run(_play(player, scripts, seconds, connection))
+            runner.run(player.end(ended))
 
 
 async def _play(player: _Player, scripts: Sequence[Script], seconds: float, connection: Connection) -> None:

@@ -3,6 +3,7 @@
 None of its failures is ever a reward.
 """
 
+import asyncio
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,28 +28,42 @@ class RewardProcess(UserProcess):
             RewardFailed: the function raised, took longer than the deadline, or ended its process.
             ConfigError: the function cannot be used.
         """
-        self._send(list(group))
-        kind, answer = self._receive(self._config.timeout_seconds, f"{len(group)} samples")
+        rewards: list[float] = self._answer(list(group), f"{len(group)} samples")
+        return rewards
+
+    def needs(self) -> frozenset[str]:
+        """Fields of `Answer` that the function takes without a default.
+
+        Raises:
+            RewardFailed: the process ended.
+            ConfigError: the function cannot be used.
+        """
+        found: frozenset[str] = self._answer(None, "its parameters")
+        return found
+
+    def _answer(self, question: list[Answer] | None, what: str) -> Any:
+        self._send(question)
+        kind, answer = self._receive(self._config.timeout_seconds, what)
         if kind:
             raise RewardFailed(kind=kind, because=answer)
-        rewards: list[float] = answer
-        return rewards
+        return answer
 
 
 def _serve(connection: Connection, name: str) -> None:
-    try:
-        score = load_scorer(name)
-    except ConfigError as e:
-        connection.send(str(e))
-        return
-    connection.send(None)
-    while True:
+    with asyncio.Runner() as runner:  # one loop for all groups: a function may keep locks and connections
         try:
-            group = connection.recv()
-        except EOFError:
+            score = load_scorer(name, runner.run)
+        except ConfigError as e:
+            connection.send(str(e))
             return
-        try:
-            answer: tuple[str, Any] = "", score(group)
-        except Exception as e:  # noqa: BLE001 deliberate: the user's code may raise anything, and it is reported
-            answer = type(e).__name__, f"{type(e).__name__}: {e}"
-        connection.send(answer)
+        connection.send(None)
+        while True:
+            try:
+                group = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer: tuple[str, Any] = "", score.needs if group is None else score(group)
+            except Exception as e:  # noqa: BLE001 deliberate: the user's code may raise anything, and it is reported
+                answer = type(e).__name__, f"{type(e).__name__}: {e}"
+            connection.send(answer)

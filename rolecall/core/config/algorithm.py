@@ -204,8 +204,8 @@ class AlgorithmConfig(Section):
     """Padded tokens of one forward and backward pass; a microbatch of more is computed in several, and their gradients
     are added. A smaller value needs less memory and more time. null: a microbatch in one pass."""
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    """Of the policy's AdamW; section `optimizer` has its course."""
-    grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Of the policy's AdamW; section `optimizer` has its schedule."""
+    grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
     """Gradients of policy and critic are each clipped to this norm."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Ratios below 1 - clip_low are clipped; see clip_high."""
@@ -268,8 +268,8 @@ class AlgorithmConfig(Section):
     """GAE's lambda for the critic's targets. 1: the discounted reward itself."""
     value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     """Of the critic's AdamW."""
-    value_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest change of a value within a step that the critic learns from (PPO2). No effect with one update a step
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    """Largest change of a value within a step that the critic learns from (PPO2). Needs several updates a step
     (ppo_epochs x mini_batches)."""
     window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """T-PPO: tokens of one window. null: 16, or the task's longest answer if that is shorter."""
@@ -371,6 +371,10 @@ class AlgorithmConfig(Section):
                     f"{self.name} has no kl_in_reward: the step's mean and deviation are those of the task's rewards, "
                     "and known before any reference log-probability"
                 ),
+            ),
+            (
+                self.value_clip is None or self.num_updates > 1,
+                "value_clip has no meaning with one update a step (ppo_epochs x mini_batches): no value has changed",
             ),
             (
                 self.overlong_limit_tokens is None or self.overlong_buffer_tokens > 0,

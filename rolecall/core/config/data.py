@@ -15,11 +15,11 @@ class DataConfig(Section):
     path: str
     """A file (.jsonl, .parquet) or a folder that Hugging Face `datasets` can load."""
     split: str = "train"
-    """Split of a folder."""
+    """Split of a folder. A file has none."""
     prompt: str = "prompt"
     """Column of the prompt: text, or a list of chat messages with `role` and `content`."""
     answer: str | None = None
-    """Column of the answer that the reward function gets. null: it gets None."""
+    """Column of the answer that the reward function gets. null: it gets None, and may not need an answer."""
     metadata: tuple[str, ...] = ()
     """Columns that the reward function gets as `metadata`, a mapping."""
     system_prompt: str | None = None
@@ -58,7 +58,7 @@ class SamplingConfig(Section):
     """Sample only from the smallest set of tokens with this probability together. 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """Sample only from this many most probable tokens. 0: all."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """An answer ends after one of these texts, which belong to it. Needs a model folder with a tokenizer."""
 
 

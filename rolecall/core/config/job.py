@@ -304,20 +304,20 @@ class JobConfig(Section):
         """Checks that a dataset has a model and a reward, and a built-in task neither reward nor stop texts."""
         if self.data is None:
             rules = [
-                (self.reward is None, "reward has no meaning without data: a built-in task scores its own answers"),
-                (self.environment is None, "environment has no meaning without data: a built-in task has one turn"),
-                (not self.sampling.stop, "sampling.stop has no meaning without data: built-in tasks have no text"),
+                (self.reward is None, "reward: no meaning without data: a built-in task scores its own answers"),
+                (self.environment is None, "environment: no meaning without data: a built-in task has one turn"),
+                (not self.sampling.stop, "sampling.stop: no meaning without data: built-in tasks have no text"),
             ]
         else:
             rules = [
-                ("task" not in self.model_fields_set, "task and data: give one of the two"),
+                ("task" not in self.model_fields_set, "task: the job has data: give one of the two"),
                 (
                     self.model.path is not None,
-                    "data needs model.path: the built-in model has no text",
+                    "data: needs model.path: the built-in model has no text",
                 ),
                 (
                     self.reward is not None or self.environment is not None,
-                    "data needs reward or environment: who scores the answers?",
+                    "data: needs reward or environment, which score the answers",
                 ),
                 (
                     self.environment is None or not self.algorithm.has_critic,
@@ -326,13 +326,13 @@ class JobConfig(Section):
             ]
         found = [why for holds, why in rules if not holds]
         if found:
-            raise ValueError("; ".join(found))
+            raise ValueError("\n".join(found))
         return self
 
     @model_validator(mode="after")
     def _lora(self) -> "JobConfig":
         if self.lora is not None and self.model.path is None:
-            raise ValueError("lora needs model.path: the built-in model is trained as a whole")
+            raise ValueError("lora: needs model.path: the built-in model is trained as a whole")
         return self
 
     @model_validator(mode="after")
@@ -348,11 +348,11 @@ class JobConfig(Section):
             return self
         rows = [n for n in ("path", "split", "prompt", "answer", "metadata", "fingerprint") if getattr(evaluation, n)]
         if rows:
-            raise ValueError(f"evaluation.{rows[0]} has no meaning without data: a built-in task has its own prompts")
+            raise ValueError(f"evaluation.{rows[0]}: no meaning without data: a built-in task has its own prompts")
         if evaluation.num_prompts is None:
             raise ValueError("evaluation.num_prompts: a built-in task has no end: how many prompts?")
         if (evaluation.max_response_tokens or 0) > self.task.max_response_tokens:
-            raise ValueError("evaluation.max_response_tokens is longer than the task's longest response")
+            raise ValueError("evaluation.max_response_tokens: longer than the task's longest response")
         return self
 
     @model_validator(mode="after")
@@ -361,7 +361,7 @@ class JobConfig(Section):
         longest, algorithm = self.max_response_tokens, self.algorithm
         of = "task.num_digits" if self.data is None else "data.max_response_tokens"
         found = [
-            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of {of}): {so}"
+            f"algorithm.{name}: {value} is longer than the longest response ({longest} tokens, of {of}): {so}"
             for name, value, so in (
                 ("overlong_limit_tokens", algorithm.overlong_limit_tokens, "no response would get the whole penalty"),
                 ("overlong_buffer_tokens", algorithm.overlong_buffer_tokens, "every response would be penalized"),
@@ -372,11 +372,18 @@ class JobConfig(Section):
         budget = algorithm.microbatch_tokens_max
         if budget is not None and budget < self.max_tokens:
             found.append(
-                f"algorithm.microbatch_tokens_max ({budget}) is less than the longest prompt and response together "
+                f"algorithm.microbatch_tokens_max: {budget} is less than the longest prompt and response together "
                 f"({self.max_tokens} tokens): one sample alone may need more"
             )
         if found:
-            raise ValueError("; ".join(found))
+            raise ValueError("\n".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _warm_up(self) -> "JobConfig":
+        warmup = self.optimizer.warmup_steps
+        if warmup > self.num_steps:
+            raise ValueError(f"optimizer.warmup_steps: {warmup} are more than num_steps ({self.num_steps})")
         return self
 
     @model_validator(mode="after")
@@ -446,14 +453,20 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
 
 
 def problems_of(invalid: ValidationError) -> list[str]:
-    """The problems, each `path: reason, got value`, without passwords of URLs."""
+    """The problems, each `path: reason, got value`, without passwords of URLs.
+
+    A rule over several sections names the path itself, in one line for each problem.
+    """
     problems = []
     for error in invalid.errors():
-        path = ".".join(str(part) for part in error["loc"]) or "(top)"
+        path = ".".join(str(part) for part in error["loc"])
         shown = redacted(repr(error["input"]))
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
         reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
-        problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")
+        if path:
+            problems.append(f"{path}: {reason}{got}")
+        else:
+            problems += reason.splitlines() if error["type"] == "value_error" else [f"(top): {reason}"]
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Section `optimizer` of a job file: AdamW and the course of its learning rate."""
+"""Section `optimizer` of a job file: AdamW and the schedule of its learning rate."""
 
 import math
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up, up to `num_steps`."""
+    """Learning rate after the warm-up, up to `num_steps`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate grows linearly from 0."""
     final_share: Ratio = 0.0

@@ -1,4 +1,4 @@
-"""Base of all sections of a job file (frozen, unknown keys are rejected), and their kinds of numbers."""
+"""Base of all sections of a job file (frozen, finite, unknown keys are rejected), and their kinds of numbers."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

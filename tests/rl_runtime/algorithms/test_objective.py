@@ -434,7 +434,7 @@ def test_dr_grpo_is_grpo_without_its_two_divisions() -> None:
 )
 def test_a_value_that_moved_too_far_towards_its_return_is_clipped(value: float, loss: float, slope: float) -> None:
     # The return is 1 and the old value 0: 0.2 is as far as it may go.
-    algorithm = AlgorithmConfig.model_validate({"name": "ppo", "group_size": 1, "value_clip": 0.2})
+    algorithm = AlgorithmConfig.model_validate({"name": "ppo", "group_size": 1, "ppo_epochs": 2, "value_clip": 0.2})
     sample = TrainingSample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=1.0)
     group = PromptGroup(group_id=GroupId("g"), prompt_tokens=(1,), samples=(sample,))
     batch = make_batch([group], algorithm, TERMS, pad=0, dtype=torch.float64)

@@ -15,6 +15,7 @@ from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import Ledger
 from rolecall.core.journal.payloads import EvaluationFinished, Payload, StepInterrupted
+from rolecall.rl_runtime.controller.controller import STOP_FLAG
 from rolecall.rl_runtime.controller.evaluation import (
     LATE,
     REQUESTS_AT_ONCE,
@@ -166,6 +167,21 @@ def test_the_runs_end_waits_for_the_last_evaluation_no_longer_than_its_deadline(
     last = results(world)[-1]
     assert last["step"] == 12 and last["unscored"] == {LATE: 1} and last["prompts"] == NUM - 1
     assert 20 <= last["seconds"] < 25
+
+
+def test_a_requested_stop_says_that_it_drops_a_running_evaluation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def script(world: World) -> None:
+        while not any(is_held_out(r) for p in world.fleet.processes.values() for r in getattr(p.body, "held", {})):
+            await asyncio.sleep(0.01)
+        world.journal.set_flag(STOP_FLAG, "maintenance")
+        await asyncio.sleep(1e9)
+
+    world = World(job(), tmp_path, 2, answers=ScriptedResponses(longest=120), script=script)
+    world.run()
+    assert not results(world)
+    assert "evaluation of version 0 dropped without a result: maintenance" in caplog.text
 
 
 def test_only_a_part_of_an_evaluation_is_on_the_engines_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ The engines are started once and shared; a test begins with its own policy versi
 """
 
 import itertools
+import json
 import os
 import secrets
 import signal
@@ -30,12 +31,13 @@ from rolecall.rl_runtime.protocol.messages import (
     TokenChunk,
     WeightProof,
 )
-from rolecall.rl_runtime.rollout.engine import EngineSettings, end_tokens, vocab_size
+from rolecall.rl_runtime.rollout.engine import EngineBroken, EngineSettings, end_tokens, vocab_size
 from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.trainer.model import load_model_folder, write_model_folder
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer
 from rolecall.rl_runtime.weights.proof import CANARY, ProofVerifier
+from tests.rl_runtime.chat_model import WORDS, write_chat_model
 from tests.rl_runtime.weight_port import until_sent
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -494,3 +496,16 @@ def test_settings_come_from_the_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 16, "eos_token_id": null}')
     (tmp_path / "generation_config.json").unlink()
     assert end_tokens(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 20}, "eos_token_id": 2}')
+    assert vocab_size(EngineSettings(model_dir=str(tmp_path))) == 20
+    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(EngineBroken, match="has no vocab_size"):
+        vocab_size(EngineSettings(model_dir=str(tmp_path)))
+
+
+def test_the_tokenizers_end_token_ends_an_answer_too(tmp_path: Path) -> None:
+    """Of many chat models it ends a turn, and config.json has the end of a text."""
+    write_chat_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "eos_token_id": 0}))
+    assert end_tokens(tmp_path) == (0, WORDS.index("<end>"))

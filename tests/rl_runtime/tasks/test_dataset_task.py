@@ -1,6 +1,7 @@
 """A user's dataset as a task: prompts through the chat template, rewards from the function, and the check before."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,21 +9,35 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from rolecall.core.config.job import JobConfig, load_job, parse_job
+from rolecall.core.config.job import JobConfig, RolesConfig, RuntimeConfig, load_job, parse_job
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RewardFailed, SamplerMismatch
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
+from rolecall.rl_runtime.model_folder import read_config, rows_of, weight_shapes
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
-from rolecall.rl_runtime.tasks.check import _check_data, _check_dtype, _check_layers, _check_memory, checked
+from rolecall.rl_runtime.tasks.check import (
+    _architectures,
+    _check_data,
+    _check_dtype,
+    _check_layers,
+    _check_memory,
+    _check_reward,
+    _logits_bytes,
+    available_bytes,
+    checked,
+)
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 from rolecall.rl_runtime.tasks.task import group_id
+from rolecall.rl_runtime.trainer.model import load_model_folder
 from tests.rl_runtime.chat_model import WORDS, write_chat_model
 
+ROOT = Path(__file__).parents[3]
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n} for n in range(5)]
 REWARDS = """
 def right(prompt, response, answer, metadata):
@@ -55,6 +70,12 @@ def job_of(folder: Path, *, reward: Any = None, model: str = "model", **data: An
         "reward": reward or f"{folder / 'mine.py'}:right",
     }
     return parse_job(value)
+
+
+def small(job: JobConfig) -> JobConfig:
+    """With few replicas: the check compares their memory with this machine's."""
+    roles = RolesConfig(trainer=1, rollout=1, reward=1)
+    return job.model_copy(update={"roles": roles, "runtime": RuntimeConfig(standbys=0)})
 
 
 def words(tokens: tuple[int, ...]) -> str:
@@ -135,7 +156,7 @@ def test_the_ledger_names_row_epoch_and_fingerprint_and_holds_no_text(folder: Pa
 
 
 def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
-    job = checked(job_of(folder))
+    job = checked(small(job_of(folder)))
     assert job.data is not None and job.data.fingerprint == task_of(job).fingerprint  # type: ignore[attr-defined]
     assert parse_job(job.model_dump(mode="json")) == job, "as the run's processes read it"
 
@@ -146,7 +167,7 @@ def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
         ({"answer": "solution"}, r"data: row 0 has no column 'solution'; it has 'prompt', 'answer', 'level'"),
         ({"max_prompt_tokens": 3}, r"none of the first 5 prompts fits: the shortest has 7 tokens, at most 3"),
         ({"model": "bare"}, r"model.path: the tokenizer has no chat template"),
-        ({"model": "missing"}, r"model.path: no usable tokenizer"),
+        ({"model": "missing"}, r"model.path: .*No such file or directory"),
     ],
 )
 def test_mistakes_in_data_and_reward_are_named(folder: Path, change: dict[str, Any], why: str) -> None:
@@ -155,24 +176,227 @@ def test_mistakes_in_data_and_reward_are_named(folder: Path, change: dict[str, A
         _check_data(job_of(folder, **change))
 
 
+@pytest.mark.parametrize(
+    ("reward", "data", "problems"),
+    [
+        ("exact", {"answer": None}, ["data.answer: reward exact compares with it: name the column"]),
+        (
+            "{folder}/mine.py:right",
+            {"answer": None, "metadata": []},
+            [
+                "data.answer: reward {folder}/mine.py:right needs it: name the column",
+                "data.metadata: reward {folder}/mine.py:right needs it: name the column",
+            ],
+        ),
+        ("{folder}/mine.py:right", {}, []),
+        ("{folder}/mine.py:lenient", {"answer": None, "metadata": []}, []),
+        (
+            "reasoning_gym:gcd",
+            {"metadata": []},
+            ["data.metadata: reward reasoning_gym:gcd needs it: name the column"],
+        ),
+    ],
+)
+def test_a_column_that_the_reward_needs_is_not_forgotten(
+    folder: Path, reward: str, data: dict[str, Any], problems: list[str]
+) -> None:
+    with (folder / "mine.py").open("a") as f:
+        f.write("\ndef lenient(response, answer=None):\n    return 0.0\n")
+    job = job_of(folder, reward=reward.format(folder=folder), **data)
+    if not problems:
+        assert _check_reward(job) == ""
+        return
+    with pytest.raises(ConfigError) as found:
+        _check_reward(job)
+    assert list(found.value.problems) == [p.format(folder=folder) for p in problems]
+
+
+def test_a_check_that_takes_too_long_is_a_mistake_of_the_job(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data: the check of data, reward and model took more than 0.01 s"):
+        checked(job_of(folder), seconds=0.01)
+
+
+@pytest.mark.slow
+def test_a_library_that_fails_in_the_check_is_one_line(folder: Path) -> None:
+    (folder / "model" / "config.json").write_text("[]")
+    with pytest.raises(ConfigError) as found:
+        checked(job_of(folder))
+    assert {p.partition(" (")[0] for p in found.value.problems} >= {"model.path: expected a mapping, got a list"}
+    assert not any("Traceback" in p or "\n" in p for p in found.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "why"),
+    [
+        (["say 1", " "], "prompt has no tokens"),
+        (["say 1", "say 21"], "prompt has a token that the model does not have"),
+    ],
+)
+def test_a_prompt_that_an_engine_cannot_compute_with(folder: Path, prompts: list[str], why: str) -> None:
+    rows = [{**ROWS[0], "prompt": prompt} for prompt in prompts]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": WORDS.index("21")}))
+    job = job_of(folder, chat_template=False)
+    with pytest.raises(ConfigError, match=f"data.prompt: row 1: {why}"):
+        _check_data(job)
+    assert [task_of(job).prompt(n).unusable for n in (0, 1)] == ["", why]
+
+
+def test_a_file_has_no_split(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.split: a file has no splits"):
+        _check_data(job_of(folder, split="test"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            {"architectures": "Qwen3ForCausalLM"},
+            "model.path: config.json: architectures is no list: 'Qwen3ForCausalLM'",
+        ),
+        ([], "model.path: expected a mapping, got a list"),
+    ],
+)
+def test_a_strange_config_is_named(folder: Path, change: Any, why: str) -> None:
+    path = folder / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, **change} if change else change))
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        _architectures(read_config(folder / "model"), "")
+
+
+def test_an_empty_text_config_is_none(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))
+    assert rows_of(read_config(folder / "model"), 0) == len(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("config", "lost", "why"),
+    [
+        ({}, "model.layers.0.self_attn.q_proj.weight", "no such weight: model.layers.0.self_attn.q_proj.weight"),
+        ({}, "lm_head.weight", "no such weight: lm_head.weight"),
+        ({"tie_word_embeddings": True}, "lm_head.weight", ""),
+        ({"num_hidden_layers": 2}, "", "no such weight: model.layers.1.input_layernorm.weight and 10 more"),
+        ({"hidden_size": 64}, "", "a weight of another shape than in config.json: lm_head.weight and 11 more"),
+    ],
+)
+def test_weights_that_the_files_lack_are_not_made_up(folder: Path, config: dict[str, Any], lost: str, why: str) -> None:
+    model = folder / "model"
+    (model / "config.json").write_text(json.dumps({**json.loads((model / "config.json").read_text()), **config}))
+    weights = {name: tensor for name, tensor in load_file(model / "model.safetensors").items() if name != lost}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    if not why:
+        assert _check_layers(job_of(folder)) == "" and load_model_folder(model) is not None
+        return
+    kind, _, rest = why.partition(": ")
+    for check in (lambda: _check_layers(job_of(folder)), lambda: load_model_folder(model)):
+        with pytest.raises(ConfigError, match=f"model.path: {kind}: .*{rest.partition(' and')[2]}"):
+            check()
+
+
+def test_only_files_of_the_index_count(folder: Path) -> None:
+    model = folder / "model"
+    before = weight_shapes(model)
+    save_file({"old": torch.zeros(1000)}, model / "original.safetensors")
+    assert weight_shapes(model).keys() == before.keys() | {"old"}
+    index = {"weight_map": dict.fromkeys(before, "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_shapes(model) == before
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"model.path: model.safetensors.index.json: TypeError"):
+        weight_shapes(model)
+
+
+def test_logits_need_memory_and_a_budget_of_tokens_bounds_it(folder: Path) -> None:
+    job = job_of(folder, max_prompt_tokens=40, max_response_tokens=16)
+    algorithm = {"group_size": 8, "groups_per_microbatch": 2}
+
+    def gigabytes(sampling: dict[str, Any], **more: Any) -> float:
+        value = job.model_dump(mode="json") | {"algorithm": algorithm | more, "sampling": sampling}
+        return _logits_bytes(parse_job(value), 49_152) / 2**30
+
+    assert gigabytes({}) == pytest.approx(2 * 8 * 56 * 49_152 * 4 * 7 / 2**30) == pytest.approx(1.15, abs=0.01)
+    assert gigabytes({"top_p": 0.9}) == gigabytes({"temperature": 0.7}) == pytest.approx(gigabytes({}) * 9 / 7)
+    assert gigabytes({}, microbatch_tokens_max=448) == pytest.approx(gigabytes({}) / 2)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 10_000_000}))
+    with pytest.raises(
+        ConfigError, match=r"for logits, less with algorithm.microbatch_tokens_max\), and 64.0 are free"
+    ):
+        _check_memory(job, 64 << 30)
+
+
+def test_the_example_fits_into_24_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(ROOT / "examples" / "smollm2" / "job.yaml")
+    check = "rolecall.rl_runtime.tasks.check"
+    monkeypatch.setattr(f"{check}._num_parameters", lambda _: 134_515_008)
+    monkeypatch.setattr(f"{check}.read_config", lambda _: {"vocab_size": 49_152})
+    assert job.roles.trainer == 2 and _check_memory(job, 24 << 30) == ""
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 100),
+        ({"proc": "0::/a/b\n", "a/b/memory.max": "max", "a/b/memory.current": GIB}, 100),
+        ({"proc": "0::/a/b\n", "a/b/memory.max": 8 * GIB, "a/b/memory.current": 3 * GIB, "a/b/memory.stat": ""}, 5),
+        ({"proc": "0::/a/b\n", "a/memory.max": 8 * GIB, "a/memory.current": 3 * GIB, "a/memory.stat": ""}, 5),
+        ({"proc": "0::/gone\n", "memory.max": 8 * GIB, "memory.current": 3 * GIB, "memory.stat": ""}, 5),
+        (
+            {
+                "proc": "0::/\n",
+                "memory.max": 8 * GIB,
+                "memory.current": 3 * GIB,
+                "memory.stat": f"anon 5\ninactive_file {GIB}\n",
+            },
+            6,
+        ),
+        (
+            {
+                "proc": "4:cpu,memory:/a\n0::/\n",
+                "memory/a/memory.limit_in_bytes": 8 * GIB,
+                "memory/a/memory.usage_in_bytes": 3 * GIB,
+                "memory/a/memory.stat": f"total_inactive_file {GIB}\n",
+            },
+            6,
+        ),
+    ],
+    ids=["no groups", "no limit", "limit", "limit above", "limit of a container", "files not in use", "version 1"],
+)
+def test_the_limit_of_the_control_group_counts(tmp_path: Path, files: dict[str, Any], free: int) -> None:
+    for name, value in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(value))
+    assert available_bytes(lambda: 100 * GIB, tmp_path / "proc", tmp_path) == free * GIB
+
+
 @pytest.mark.slow
 def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
     config = json.loads((write_chat_model(folder / "odd") / "config.json").read_text())
     (folder / "odd" / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(ConfigError) as found:
         job = job_of(folder, model="odd", answer="solution", reward="nowhere.at_all:score")
-        checked(job.model_copy(update={"lora": LoraSettings(target_modules=("query",))}))
+        checked(small(job).model_copy(update={"lora": LoraSettings(target_modules=("query",))}))
     data, reward, model, lora = found.value.problems
     assert lora.startswith("lora.target_modules: 'query' is no linear layer") and lora.endswith("v_proj")
     assert "no column 'solution'" in data and "vLLM has no NoSuchModel" in model
     assert reward.startswith("reward.function: nowhere.at_all cannot be imported: ModuleNotFoundError")
     with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
-        checked(job_of(folder, max_response_tokens=60))
+        checked(small(job_of(folder, max_response_tokens=60)))
 
 
 def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
     job = job_of(folder)
-    with pytest.raises(ConfigError, match=r"roles: 2 trainers and 4 engines of 0 M parameters need about 6.3 GiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"roles: 2 trainers and 4 engines of 0 M parameters need about 6.3 GiB \(0.0 of it for logits",
+    ):
         _check_memory(job, 1 << 30)
     assert _check_memory(job, 64 << 30) == ""
 
@@ -237,10 +461,13 @@ def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"data": {"path": "x"}}, "data needs model.path"),
-        ({"reward": "exact"}, "reward has no meaning without data"),
-        ({"sampling": {"stop": ["\n"]}}, "sampling.stop has no meaning without data"),
-        ({"model": {"path": "m"}, "data": {"path": "x"}, "reward": "exact", "task": {}}, "task and data: give one"),
+        ({"data": {"path": "x"}}, "data: needs model.path"),
+        ({"reward": "exact"}, "reward: no meaning without data"),
+        ({"sampling": {"stop": ["\n"]}}, "sampling.stop: no meaning without data"),
+        (
+            {"model": {"path": "m"}, "data": {"path": "x"}, "reward": "exact", "task": {}},
+            "task: the job has data: give one",
+        ),
         (
             {
                 "model": {"path": "m"},

@@ -20,8 +20,9 @@ from rolecall.rl_runtime.protocol.messages import (
 from rolecall.rl_runtime.tasks.check import problems_of
 from rolecall.rl_runtime.tasks.environment_task import EnvironmentTask, turns
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
-from rolecall.rl_runtime.tasks.task import group_id
+from rolecall.rl_runtime.tasks.task import group_id, held_out_id
 from tests.rl_runtime.chat_model import TEMPLATE, WORDS, write_chat_model
+from tests.support import eventually
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n)} for n in range(5)]
 GAMES = """
@@ -102,6 +103,38 @@ def group_of(*talks: Conversation) -> PromptGroup:
 @pytest.fixture
 def worker(folder: Path) -> RewardWorker:
     return RewardWorker(replica=ReplicaId("reward/0"), incarnation=1, job=job_of(folder))
+
+
+def test_a_held_out_prompt_has_the_same_seed_in_every_evaluation(folder: Path) -> None:
+    task = EnvironmentTask(job_of(folder))
+
+    def seed(group: str) -> int:
+        return task._seed(group)
+
+    assert len({seed(held_out_id(version, 3)) for version in (0, 10, 20)}) == 1
+    assert len({seed(g) for g in (held_out_id(0, 3), held_out_id(0, 4), group_id(3), group_id(8))}) == 4
+
+
+def test_a_scored_conversation_leaves_no_environment(folder: Path) -> None:
+    with (folder / "games.py").open("a") as f:
+        f.write(CLOSING)
+    for sections in ({}, {"reward": f"{folder / 'mine.py'}:long"}):
+        (folder / "closed").unlink(missing_ok=True)
+        task = EnvironmentTask(job_of(folder, "Closing", **sections))
+        (opening,) = task.observe([talk(2)])
+        assert words(opening.tokens) == STARTS
+        task.rewards(group_of(talk(2, STARTS, "2 <end>")))
+        eventually(lambda: (folder / "closed").exists(), "its environment is closed")
+        task._environments.close()
+
+
+CLOSING = """
+from pathlib import Path
+
+class Closing(Game):
+    def close(self):
+        Path(__file__).with_name("closed").write_text("")
+"""
 
 
 def test_turns_are_the_runs_of_marked_and_unmarked_tokens() -> None:
@@ -216,8 +249,8 @@ def test_mistakes_are_found_before_anything_starts(
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ({"environment": "a:B"}, "environment has no meaning without data"),
-        ({"model": {"path": "m"}, "data": {"path": "x"}}, "data needs reward or environment"),
+        ({"environment": "a:B"}, "environment: no meaning without data"),
+        ({"model": {"path": "m"}, "data": {"path": "x"}}, "data: needs reward or environment"),
         (
             {
                 "model": {"path": "m"},

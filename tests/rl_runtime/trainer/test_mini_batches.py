@@ -9,6 +9,7 @@ pytest tests/rl_runtime/trainer/test_mini_batches.py
 import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from blake3 import blake3
 
+from rolecall.core.config.data import SamplingConfig
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NonFiniteValue, PeerLost
 from rolecall.rl_runtime.algorithms.batching import form_microbatches, updates
@@ -32,6 +34,7 @@ from rolecall.rl_runtime.protocol.messages import (
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.band import WARM_UP, LearnedBand
+from rolecall.rl_runtime.trainer.partial_step import Gradients
 from rolecall.rl_runtime.trainer.state import first_state
 from tests.rl_runtime.trainer.test_microbatches import (
     ALGORITHMS,
@@ -164,7 +167,7 @@ def test_in_float32_the_number_of_replicas_changes_no_weight_by_more_than_roundi
 
 
 def test_one_update_a_step_moves_the_state_itself_and_records_the_gradient() -> None:
-    team = team_of(job_of(LATER["ppo"], PARTS), 1, torch.float32)
+    team = team_of(job_of({**LATER["ppo"], "value_clip": None}, PARTS), 1, torch.float32)
     member = team.members[0]
     networks = member.state.policy, member.state.critic
     assert member._draft is None, "a copy for nothing"
@@ -399,7 +402,7 @@ def test_the_band_judges_the_first_pass_only() -> None:
 def test_engines_are_compared_with_the_weights_before_the_step() -> None:
     found = []
     for more in ({}, {"mini_batches": 4, "ppo_epochs": 3, "learning_rate": 0.05}):
-        team = team_of(job_of({**LATER["ppo"], **more}, PARTS), 1)
+        team = team_of(job_of({**LATER["ppo"], "value_clip": None, **more}, PARTS), 1)
         result = team.step()[0]
         found.append((result.log_ratio_max, dict(result.log_ratios), result.num_tokens, result.reward))
         assert result.health.explained_variance is not None
@@ -462,3 +465,36 @@ def test_padding_is_small() -> None:
     assert sorted(r for rows in found.rows for r in rows) == list(range(len(lengths)))
     assert sum(lengths) <= computed < len(lengths) * max(lengths)
     team.close()
+
+
+def test_later_updates_compare_the_same_tokens_with_the_engines() -> None:
+    """Which tokens are at an edge of top-p follows from the old policy: a draft's distribution has other edges."""
+    job = stepped("grpo")
+    vocab = vocabulary(job.model, job.task.name)
+    before, draft = (first_state(job, vocab, replica=NAME) for _ in range(2))
+    tensors, meta = started(job)
+    before.load(tensors, meta)
+    rng = torch.Generator().manual_seed(3)
+    moved = {n: t + 0.1 * torch.randn(t.shape, generator=rng) if "weight/" in n else t for n, t in tensors.items()}
+    draft.load(moved, meta)
+    (microbatch, *_) = form_microbatches(VERSION, make_groups(job), job.algorithm.microbatches_per_step, None)
+    group = microbatch.groups[0]
+    sample = group.samples[0]
+    with torch.no_grad():
+        logits_v = before.policy.module(input_ids=torch.tensor([group.prompt_tokens])).logits[0, -1]
+    # At an edge of it is the first token of the first answer, with which trainer and engine differ.
+    edge = float(logits_v.softmax(dim=-1).sort(descending=True).values[:8].sum())
+    sample = replace(sample, versions=(VERSION,) * len(sample.tokens), logprobs=(-9.0, *sample.logprobs[1:]))
+    group = replace(group, samples=(sample, *group.samples[1:]))
+    microbatch = replace(microbatch, groups=(group, *microbatch.groups[1:]))
+    gradients = Gradients(
+        job.algorithm,
+        pad=vocab.pad,
+        staleness_max=2,
+        longest=job.task.max_response_tokens,
+        sampling=SamplingConfig(top_p=edge),
+    )
+    old, other = gradients.outputs(before, microbatch), gradients.outputs(draft, microbatch)
+    first, later = (gradients.of(state, microbatch, old=old)[1] for state in (before, draft))
+    misled = gradients.of(draft, microbatch, old=replace(old, comparable_st=other.comparable_st))[1]
+    assert first.health.log_ratio_max == later.health.log_ratio_max < 3 < misled.health.log_ratio_max

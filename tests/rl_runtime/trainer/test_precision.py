@@ -271,7 +271,7 @@ def test_unknown_layers_and_a_missing_library_are_named(folder: Path, monkeypatc
     [
         ({"model": {"dtype": "bfloat16"}}, "model: dtype without path"),
         ({"model": {"gradient_checkpointing": True}}, "model: gradient_checkpointing without path"),
-        ({"lora": {}}, "lora needs model.path"),
+        ({"lora": {}}, "lora: needs model.path"),
         ({"model": {"path": "m"}, "lora": {"dropout": 0.1}}, "lora.dropout: unknown key"),
         ({"model": {"path": "m"}, "lora": {"target_modules": []}}, r"lora.target_modules"),
         ({"model": {"path": "m", "dtype": "float16"}}, "model.dtype: Input should be 'float32' or 'bfloat16'"),

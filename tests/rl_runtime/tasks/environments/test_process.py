@@ -10,6 +10,7 @@ from rolecall.core.config.data import EnvironmentConfig
 from rolecall.core.errors import ConfigError, EnvironmentFailed
 from rolecall.rl_runtime.tasks.environments.interface import Step
 from rolecall.rl_runtime.tasks.environments.process import EnvironmentProcess, Played, Script, load_environment
+from tests.support import eventually
 
 GAMES = """
 import asyncio, os, sys, time
@@ -62,6 +63,13 @@ class Strange(Plain):
 class Half:
     def reset(self):
         pass
+
+class Deaf:
+    def reset(self):
+        pass
+
+    def step(self):
+        return Step("what?")
 """
 
 
@@ -178,6 +186,7 @@ def test_methods_need_not_be_async_and_get_what_they_name(file: Path) -> None:
         ("nowhere.at_all:Game", "environment.factory: nowhere.at_all cannot be imported: ModuleNotFoundError"),
         ("{file}:Missing", "environment.factory: Missing is not there in "),
         ("{file}:Half", "Half has no method step"),
+        ("{file}:Deaf", "Deaf: step gets the response and nothing else: too many positional arguments"),
         ("{file}:Strange", "the parameters of reset may be prompt, answer, metadata, seed; it has prompts"),
         ("Game", "expected `package.module:Class`, `FILE.py:Class`"),
     ],
@@ -187,3 +196,48 @@ def test_what_is_no_environment_is_refused(file: Path, name: str, why: str) -> N
         load_environment(name.format(file=file))
     with pytest.raises(ConfigError):
         EnvironmentProcess(EnvironmentConfig(factory=name.format(file=file))).play([script()])
+
+
+CLOSING = """
+from pathlib import Path
+from rolecall.environment import Step
+
+LOG = Path(__file__).with_suffix(".log")
+
+class Game:
+    def reset(self, prompt):
+        self.prompt = prompt
+
+    async def step(self, response):
+        if response == "raise":
+            raise KeyError(response)
+        return Step(response)
+
+    async def close(self):
+        with LOG.open("a") as f:
+            f.write(self.prompt + " ")
+
+class Sync(Game):
+    def close(self):
+        with LOG.open("a") as f:
+            f.write(self.prompt + " ")
+        raise ValueError("not closed")
+"""
+
+
+@pytest.mark.parametrize("name", ["Game", "Sync"])
+def test_an_environment_is_closed_once_its_conversation_is_scored_or_failed(tmp_path: Path, name: str) -> None:
+    file, log = tmp_path / "closing.py", tmp_path / "closing.log"
+    file.write_text(CLOSING)
+    process = EnvironmentProcess(EnvironmentConfig(factory=f"{file}:{name}"))
+    process.end(["a"])
+    assert process.pid == 0, "no process is started to end something"
+    try:
+        process.play([script("ab", key=key, prompt=key) for key in ("a", "b", "c")])
+        process.end(["a", "c", "of another worker"])
+        process.play([script("ab", "raise", key="d", prompt="d"), script("ab", "cd", key="b", prompt="b")])
+        eventually(lambda: sorted(log.read_text().split()) == ["a", "c", "d"], "they are closed")
+        (again,) = process.play([script("ab", key="a", prompt="a")])
+        assert isinstance(again, Played), "it is replayed when it is needed again"
+    finally:
+        process.close()

@@ -34,7 +34,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (
             "model.path: the tokenizer has no chat template",
             "reward.function: ",
-            "roles: 1 trainers and 1 engines of 0 M parameters need about ",
+            "roles: 1 trainer and 1 engine of 0 M parameters need about ",
         ),
     ),
     "no model, no data": (

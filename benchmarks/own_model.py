@@ -344,12 +344,21 @@ def report(records: Sequence[Mapping[str, Any]], measured: str) -> list[str]:
     early = [r["run_id"] for r in records if r["step_exported"] != r["steps"] - 1]
     if early:
         lines.append(f"- **not the last step** was exported of {', '.join(early)}")
-    lines += ["", "Reward of the training steps, mean of each fifth of the run:", ""]
+    load = [one for r in records for one in r["load"]]
+    lines += [
+        "- prompt, lengths, temperature and learning rate were chosen on trials with seed 0, and not changed after",
+        f"- load average at begin and end of the runs: {common.summary(load, 1)}; beside them ran work of low priority",
+        "",
+        "Reward of the training steps, mean of each quarter of the run:",
+        "",
+    ]
     for r in sorted(records, key=lambda r: (r["faults"], r["seed"])):
         known = [x for x in r["rewards"] if x is not None]
-        size = max(1, len(known) // 5)
-        fifths = [statistics.fmean(known[i : i + size]) for i in range(0, size * (len(known) // size), size)]
-        lines.append(f"- seed {r['seed']}{', faults' if r['faults'] else ''}: {', '.join(f'{x:.3f}' for x in fifths)}")
+        size = max(1, len(known) // 4)
+        quarters = [statistics.fmean(known[i : i + size]) for i in range(0, size * (len(known) // size), size)]
+        lines.append(
+            f"- seed {r['seed']}{', faults' if r['faults'] else ''}: {', '.join(f'{x:.3f}' for x in quarters)}"
+        )
     return lines
 
 

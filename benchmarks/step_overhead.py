@@ -46,6 +46,8 @@ SHARE_MAX = 0.03
 NAME = ReplicaId("trainer/0")
 LEDGER = ChainHead(position=0, hash=GENESIS)
 WARM_STEPS = 1
+PAIRS_MIN = 12
+"""Of a report; fewer are a trial."""
 BOOTSTRAP_ROUNDS = 10_000
 
 
@@ -177,7 +179,7 @@ def report(
     return [
         *common.header("Vote, digests and snapshots in a trainer's step", config, str(seed)),
         (
-            f"- {num_parameters / 1e6:.1f} M parameters, one trainer on one thread; {len(steps)} pairs of steps; a "
+            f"- {num_parameters / 1e6:.1f} M parameters, one trainer on one thread (digests: two); {len(steps)} pairs of steps; a "
             f"step has {job.algorithm.groups_per_step} groups of {job.algorithm.group_size} samples"
         ),
         f"- whole step {common.summary([s[0] for s in steps])} s, plain loop {common.summary([s[1] for s in steps])} s",
@@ -254,7 +256,7 @@ def main() -> int:
     args = parser.parse_args()
     lines = measure(str(args.model.resolve()), args.pairs, args.seed, args.minutes)
     print("\n".join(lines))
-    if args.pairs >= 20:
+    if args.pairs >= PAIRS_MIN:
         common.write("step_overhead", lines)
     return 0
 

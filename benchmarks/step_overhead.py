@@ -180,7 +180,8 @@ def report(
         *common.header("Vote, digests and snapshots in a trainer's step", config, str(seed)),
         (
             f"- {num_parameters / 1e6:.1f} M parameters, one trainer on one thread (digests: two); "
-            f"{len(steps)} pairs of steps; a step has {job.algorithm.groups_per_step} groups of {job.algorithm.group_size} samples"
+            f"{len(steps)} pairs of steps; a step has {job.algorithm.groups_per_step} groups of "
+            f"{job.algorithm.group_size} samples"
         ),
         f"- whole step {common.summary([s[0] for s in steps])} s, plain loop {common.summary([s[1] for s in steps])} s",
         (

@@ -29,7 +29,7 @@ def rolecall_command(*args: str) -> list[str]:
     return [sys.executable, "-m", "rolecall", *args]
 
 
-LOGGERS_SECONDS = 20.0
+LOGGERS_SECONDS = 60.0
 """How long the end of a run waits for its last metrics to be written."""
 LOGGERS_STARTS_MAX = 3
 
@@ -60,12 +60,14 @@ class Child:
     def died(self) -> int | None:
         return None if self.process is None else self.process.poll()
 
-    def finish(self, seconds: float) -> None:
-        """Waits until it ends by itself, and stops it if it does not."""
+    def finish(self, seconds: float) -> bool:
+        """Waits until it ends by itself, and stops it if it does not. Returns whether it ended by itself."""
         if self.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
+        ended = self.died() is not None
         self.stop()
+        return ended
 
     def stop(self, seconds: float = 5.0) -> None:
         if self.process is None or self.process.poll() is not None:

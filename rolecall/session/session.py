@@ -134,7 +134,7 @@ class Session:
                     last.callback(journal.close)
                     last.callback(withdraw, run)
                     if self.loggers is not None:
-                        last.callback(self.loggers.finish, LOGGERS_SECONDS)
+                        last.callback(self._finish_loggers, screen)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
                     last.callback(lambda: journal.append(ended, key="run-ended"))
                     last.callback(supervisor.stop, because)
@@ -230,6 +230,11 @@ class Session:
         if loggers.starts == 1:
             screen.add_line(f"metrics are not written: {loggers.log} has the reason; trying again")
         loggers.start()
+
+    def _finish_loggers(self, screen: Screen) -> None:
+        if self.loggers is not None and not self.loggers.finish(LOGGERS_SECONDS):
+            command = " ".join(["python", *loggers_command(self.loggers.run)[1:]])
+            screen.add_line(f"metrics: not all were written within {LOGGERS_SECONDS:g} s; `{command}` writes the rest")
 
     def _kill_stuck(self, watch: Child, journal: Journal) -> None:
         """Kills a watch that does not renew its lease; `_keep_watch` restarts it."""

@@ -153,3 +153,24 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
         first.wait(10)
         watch.stop()
         journal.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "told"), [("pass", 30.0, []), ("import time; time.sleep(60)", 0.2, ["not all"])]
+)
+def test_metrics_that_are_not_written_in_time_are_said_to_be_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, seconds: float, told: list[str]
+) -> None:
+    monkeypatch.setattr("rolecall.session.session.LOGGERS_SECONDS", seconds)
+    job = demo_job(seed=1, num_steps=1, injection_allowed=False)
+    session = Session(job=job, root=tmp_path, run_id="slow", schedule=FaultSchedule(1, ()), show=False, minutes_max=1)
+    run, journal = session._create()
+    journal.close()
+    session.loggers = Child([sys.executable, "-c", code], run.logs / "loggers.log", run)
+    session.loggers.start()
+    screen = Screen(live=False, title="")
+    lines: list[str] = []
+    monkeypatch.setattr(screen, "add_line", lines.append)
+    session._finish_loggers(screen)
+    assert session.loggers.died() is not None
+    assert [line.removeprefix("metrics: ")[:7] for line in lines] == told

@@ -263,8 +263,8 @@ def _met(mine: Sequence[Result]) -> str:
     delay = delay_quantile([r.delay for r in faulty], 0.5) if faulty else float("inf")
     wrong = sum(r.num_wrong for r in healthy)
     few = wrong <= WRONG_BAR * max(1.0, len(healthy) / WRONG_RECORDINGS)
-    # With three machines, recall is reported and has no bar.
-    finds = (recall >= RECALL_BAR and delay <= DELAY_BAR) or mine[0].case.regime.num_machines < 4
+    # With three machines, recall is reported and has no bar; without faults there is none.
+    finds = (recall >= RECALL_BAR and delay <= DELAY_BAR) or mine[0].case.regime.num_machines < 4 or not faulty
     return "yes" if finds and few else "no"
 
 

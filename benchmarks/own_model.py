@@ -196,7 +196,9 @@ def carried_out(run: Run, folder: Path, *, commit: str, num_held_out: int, minut
         "injected": injected,
         "incidents": [_cost(i) for i in report["incidents"]],
         "audit": report["audit"]["ok"],
-        "config": job.model_dump(mode="json", exclude={"model": {"path"}, "data": {"path"}, "reward": {"function"}}),
+        "config": job.model_dump(
+            mode="json", exclude={"model": {"path"}, "data": {"path"}, "reward": {"function"}, "evaluation": {"path"}}
+        ),
     }
 
 

@@ -4,12 +4,12 @@
     python benchmarks/live.py healthy --minutes 60         a demo without faults
     python benchmarks/live.py replaced --minutes 60        a demo in which two rollouts and its watch are killed
     python benchmarks/live.py torchrun --minutes 60        a torchrun job that reports nothing, beside other load
-    python benchmarks/live.py report [--commit NAME]       the report again
+    python benchmarks/live.py report [--commit NAMES]      the report again
 
 A slowdown is drawn by the seed: role, how, factor (log-uniform) and replica. It lasts until its process is replaced, at
 most `SLOWED_SECONDS`; the next one follows `CALM_SECONDS` later. A finding that names anything but the process that was
 hit last counts as wrong. Runs are recorded like those of `soak.py`. One JSON line a run is added to
-`results/live.jsonl`; the report is made from the lines of one commit, of the kinds of runs that there are.
+`results/live.jsonl`; the report names the commits from whose lines it is made, and the kinds of runs that there are.
 
 Each call says when it ends at the latest: a run that is not over by itself is ended from outside, and what was injected
 by then is reported.
@@ -344,14 +344,15 @@ def configuration(lines: Sequence[Line]) -> str:
     return "; ".join(parts)
 
 
-def write_report(commit: str) -> Sequence[Line]:
+def write_report(commits: Sequence[str]) -> Sequence[Line]:
     known = LINES.read_text().splitlines() if LINES.exists() else []
-    lines = [x for x in map(json.loads, known) if x["commit"] == commit]
+    lines = [x for x in map(json.loads, known) if x["commit"] in commits]
     if not lines:
-        print(f"no run of commit {commit}", file=sys.stderr)
+        print(f"no run of commit {', '.join(commits)}", file=sys.stderr)
         return lines
-    seeds = ", ".join(f"{x['kind']} {x['seed']}" for x in lines)
-    text = common.header("Slowness and quiet, live", configuration(lines), seeds, commit)
+    several = len(commits) > 1
+    seeds = ", ".join(f"{x['kind']} {x['seed']}" + f" of {x['commit']}" * several for x in lines)
+    text = common.header("Slowness and quiet, live", configuration(lines), seeds, ", ".join(commits))
     if any(x["kind"] == "slowed" for x in lines):
         text += ["## Slowdowns", "", *named(lines), "", "## Each slowdown", "", *each(lines), ""]
     text += ["## Findings without their fault", "", *quiet(lines), ""]
@@ -366,11 +367,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=30, help="slowdowns")
     parser.add_argument("--minutes", type=float, default=60.0, help="length of a run without slowdowns")
-    parser.add_argument("--commit", default="", help="whose lines to report")
+    parser.add_argument("--commit", default="", help="whose lines to report; one or more, by commas")
     args = parser.parse_args()
     if args.what in ("rank", "load"):
         {"rank": rank, "load": load}[args.what](args.seed)
-    commit = args.commit or common.commit()
+    commit = common.commit()
     if args.what == "slowed":
         args.minutes = minutes_of(args.count)
     if args.what != "report":
@@ -389,7 +390,7 @@ def main() -> int:
         LINES.parent.mkdir(parents=True, exist_ok=True)
         with LINES.open("a") as f:
             f.write(json.dumps(line) + "\n")
-    lines = write_report(commit)
+    lines = write_report(args.commit.split(",") if args.commit else [commit])
     return 0 if lines and not any(x["exit_code"] for x in lines) else 1
 
 

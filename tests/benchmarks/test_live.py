@@ -67,14 +67,16 @@ def test_a_report_of_slowdowns_alone_says_nothing_of_other_runs(
     monkeypatch.setattr(live, "LINES", tmp_path / "live.jsonl")
     monkeypatch.setattr(live.common, "write", lambda _name, text: written.append(text) or live.common.ROOT / "x.md")
     written: list[list[str]] = []
-    assert not live.write_report("a") and not written, "nothing was run"
+    assert not live.write_report(["a"]) and not written, "nothing was run"
     live.LINES.write_text("".join(json.dumps({**x, "settings": ["x=1"]}) + "\n" for x in lines))
-    assert [x["kind"] for x in live.write_report("a")] == ["slowed"]
+    assert [x["kind"] for x in live.write_report(["a"])] == ["slowed"]
     (text,) = written
     assert "- config: rolecall demo, x=1; slowdowns of 1.5 to 4 times for 75 s at most, 30 s apart" in text
     assert "- seeds: slowed 1" in text and any(row.startswith("- commit a, ") for row in text)
     assert "| all | 1 of 1 | 1 | 20.0 | 20.0 to 20.0 | 20.0 | slow test |" in text
     assert not any("healthy" in row or "torchrun" in row for row in text)
+    assert len(live.write_report(["a", "b"])) == 2
+    assert "- seeds: slowed 1 of a, healthy 1 of b" in written[-1], "runs of several commits are told apart"
 
 
 def test_twenty_slowdowns_are_over_within_the_hour_they_are_given() -> None:

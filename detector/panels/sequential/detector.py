@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.metric_kinds import has_equal_levels
+from rolecall.detector.panels.metric_kinds import has_equal_levels, kind
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, lower, where
+from rolecall.detector.panels.sequential.following import STATE_SHARE_MIN, VALUE_SHARE_MIN
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
 from rolecall.detector.panels.sequential.order import row_medians
@@ -198,7 +199,9 @@ class SequentialTracker:
         asked = settings.false_alarms_per_1000_machine_days
         self.asked_per_block = asked / 1000 * BLOCK_TICKS * shape.interval_seconds / SECONDS_PER_DAY
         m, n = len(shape.metrics), len(shape.machines)
-        self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
+        share_min = [STATE_SHARE_MIN if kind(name) == "state" else VALUE_SHARE_MIN for name in shape.metrics]
+        self.shifts = ShiftChannel(m, n, np.array(share_min, dtype=np.float32)[:, None])
+        self.novelty = Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
         # Of the last `skew_ticks` ticks: medians (M,), novelty scores (N,).
         self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)

@@ -38,6 +38,9 @@ SCALE_SHARE_MIN = 0.5
 """Minimum scale as a share of the peers' scale: a constant metric is not infinitely precise."""
 VALUE_SHARE_MIN = 1e-4
 """Minimum scale as a share of the metric's level: the resolution of float32 and of many counters."""
+STATE_SHARE_MIN = 5e-3
+"""The same for what a machine holds, such as memory: it stands still to the byte for minutes, and then moves by some
+megabytes of gigabytes, which is no fault."""
 MEAN_TO_SIGMA = 1.2533
 """Ratio of standard deviation to mean absolute deviation for a Gaussian."""
 GAIN_MAX = 0.5
@@ -84,9 +87,11 @@ class Deviations(NamedTuple):
 class PeerCorrelation:
     """State for M metrics and N machines."""
 
-    def __init__(self, num_metrics: int, num_machines: int) -> None:
+    def __init__(self, num_metrics: int, num_machines: int, share_min: Floats | None = None) -> None:
+        """`share_min` (M, 1): minimum scale as a share of a metric's level; `VALUE_SHARE_MIN` if not given."""
         m, n = num_metrics, num_machines
         self.ticks = 0
+        self.share_min = np.full((m, 1), VALUE_SHARE_MIN, np.float32) if share_min is None else share_min
         zeros, column = np.zeros((m, n), dtype=np.float32), np.zeros((m, 1), dtype=np.float32)
         # (M, N); `size`: mean |d|, `count`: ticks learned from, `last`: d one tick ago
         self.habit, self.gain, self.lag, self.lead = zeros, zeros.copy(), zeros.copy(), zeros.copy()
@@ -113,7 +118,7 @@ class PeerCorrelation:
         self._restart(middle)
         away, step = middle - self.level, middle - self.middle
         pooled = row_medians(self.size) * np.float32(MEAN_TO_SIGMA)
-        floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(middle))
+        floor = np.maximum(SCALE_SHARE_MIN * pooled, self.share_min * np.abs(middle))
         floor = np.maximum(floor, 1e-30).astype(np.float32)
         [scale] = _scale.apply(self, (), (self.size, self.count), (pooled, floor))
         self.usual = usual = row_medians(scale)

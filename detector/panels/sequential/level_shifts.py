@@ -210,9 +210,11 @@ CALM_SCORE = 5.3
 class ShiftChannel:
     """State for M metrics and N machines."""
 
-    def __init__(self, num_metrics: int, num_machines: int) -> None:
+    def __init__(self, num_metrics: int, num_machines: int, share_min: Floats | None = None) -> None:
+        """`share_min`: see `PeerCorrelation`."""
         m, n = num_metrics, num_machines
-        self.following, self.whitening, self.levels = PeerCorrelation(m, n), Whitening(m, n), LevelShifts(m, n)
+        self.following = PeerCorrelation(m, n, share_min)
+        self.whitening, self.levels = Whitening(m, n), LevelShifts(m, n)
         self.edge = np.zeros((m, 1), dtype=np.bool_)  # of the previous tick
         self.scores = np.zeros((m, n), dtype=np.float32)
 

@@ -55,6 +55,15 @@ def test_a_healthy_fleet_is_healthy() -> None:
     assert [nodes(findings(Sequential(), noise(seed=s))) for s in range(6)] == [[]] * 6
 
 
+@pytest.mark.parametrize(("megabytes", "named"), [(2, []), (34, ["n002"])])
+def test_memory_that_stood_still_must_move_by_more_than_a_percent(megabytes: float, named: list[str]) -> None:
+    panel = noise(machines=4, metrics=3, names=("m0", "rolecall_process_resident_memory_bytes", "m2"))
+    offsets = np.random.default_rng(1).uniform(-2e6, 2e6, 4)
+    panel.values[1] = (340e6 + offsets).astype(np.float32) + 4096 * np.round(panel.values[1] - 20)
+    found = findings(Sequential(), shifted(panel, 2, megabytes * 1e6))
+    assert nodes(found) == named
+
+
 def test_a_leap_of_many_metrics_is_named_at_once_where_there_is_a_history() -> None:
     panel = noise(metrics=9, ticks=900, interval_seconds=60.0)
     values = panel.values.copy()

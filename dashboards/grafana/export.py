@@ -104,15 +104,18 @@ def documents(incidents_at: str = "") -> list[dict[str, Any]]:
     return [document(board) for board in boards]
 
 
-def check_link(option: str, address: str) -> None:
-    """Raises ConfigError: not an absolute URL that Grafana, Alertmanager or Slack can show as a link."""
+def check_link(option: str, given: str, placeholder: str = "") -> None:
+    """Raises ConfigError: not an absolute URL that Grafana, Alertmanager or Slack can show as a link.
+    `placeholder`: text that it may also contain."""
+    address = given.replace(placeholder, "x") if placeholder else given
     if "@" in address:
         raise ConfigError([f"{option}: a link that everyone can see must not contain a password"])
     try:
         parts = urlsplit(address)
-        valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        valid = valid and not parts.query and not parts.fragment
     except ValueError:
         valid = False
     # Prometheus would expand {{ in an annotation.
     if not valid or not address.isprintable() or set(address) & set(" {}"):
-        raise ConfigError([f"{option}: expected http[s]://HOST[:PORT][/PATH], got {plain(address, 200)!r}"])
+        raise ConfigError([f"{option}: expected http[s]://HOST[:PORT][/PATH], got {plain(given, 200)!r}"])

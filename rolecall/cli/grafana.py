@@ -125,7 +125,7 @@ def export(
         str,
         typer.Option(
             help="Absolute URL of a copy of docs/runbooks that on-call engineers can open: the alerts' runbook_url. "
-            "/ALERT.md is added, or {alert} in it is replaced. Without it alerts link no runbook.",
+            "/ALERT.md is added, or {alert} in it is replaced. Without it alerts have no link and name the file.",
             metavar="URL",
         ),
     ] = "",
@@ -136,13 +136,13 @@ def export(
     from rolecall.dashboards.grafana.rules import ALERT, rules_yaml
 
     if runbooks:
-        exporting.check_link("--runbooks", runbooks.replace(ALERT, "ALERT"))
+        exporting.check_link("--runbooks", runbooks, ALERT)
     path = dashboards_path or exporting.DASHBOARDS_PATH
     made = exporting.files(documents(incidents_at), rules_yaml(runbooks), path)
     for written in exporting.write(folder, made):
         out(plain(str(written)))
     if not runbooks:
-        progress("alerts name their runbook and do not link it: give --runbooks URL")
+        progress("alerts name the file of their runbook and do not link it: give --runbooks URL")
 
 
 def read_token(literal: str, path: Path | None, environ: Mapping[str, str], stdin: TextIO) -> "Token":

@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from rolecall.dashboards.grafana.board import HEALTH, PanelRow, board, of_servers
-from rolecall.dashboards.grafana.boards.run import active_diagnoses, watch_state
+from rolecall.dashboards.grafana.boards.run import NONE_YET, active_diagnoses, agents, watch_state
 from rolecall.dashboards.grafana.panels import (
     BLUE,
     GREEN,
@@ -72,12 +72,7 @@ def _health() -> PanelRow:
             PanelFormat("s", limits=((None, GREEN), (15, ORANGE), (60, RED))),
             PanelQuery(f"time() - {_per_watch('rolecall_watch_tick_timestamp_seconds')}", WATCH),
         ),
-        numbers(
-            "Agents",
-            "Agents that the watch reaches and does not reach. The state of an unreachable agent's node is unknown.",
-            PanelFormat(decimals=0),
-            PanelQuery("max by (state) (rolecall_watch_agents)", "{{state}}"),
-        ),
+        agents(),
         numbers(
             "Problems",
             "Incidents that cannot be read or whose handling fails repeatedly, and notifications that were not "
@@ -113,15 +108,16 @@ def _detection() -> PanelRow:
         bars(
             "Time to detect",
             "From onset to detection: mean over the incidents of the run, by role.",
-            PanelFormat("s", decimals=1),
+            PanelFormat("s", decimals=1, no_value=NONE_YET),
             PanelQuery(
                 mean("rolecall_incident_detection_seconds_total", "rolecall_incident_detections_total"), "{{role}}"
             ),
         ),
         bars(
             "Time to recover",
-            "From detection until the replacement serves and makes progress: mean over resolved incidents, by role.",
-            PanelFormat("s", decimals=1),
+            "From detection until the replacement serves and makes progress: mean over resolved incidents, by role. A "
+            "watch that observes resolves none.",
+            PanelFormat("s", decimals=1, no_value=NONE_YET),
             PanelQuery(
                 mean("rolecall_incident_resolution_seconds_total", "rolecall_incident_resolutions_total"), "{{role}}"
             ),
@@ -136,7 +132,7 @@ def _detection() -> PanelRow:
         bars(
             "Detectors",
             "Detectors that contributed to diagnoses.",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NONE_YET),
             PanelQuery("max by (detector) (rolecall_incidents_found_total)", "{{detector}}"),
         ),
         active_diagnoses(),
@@ -163,13 +159,13 @@ def _recovery() -> PanelRow:
         bars(
             "Plans",
             "Plans by action.",
-            PanelFormat(decimals=0, no_value="none yet"),
+            PanelFormat(decimals=0, no_value=NONE_YET),
             PanelQuery("max by (action) (rolecall_plans_total) > 0", "{{action}}"),
         ),
         bars(
             "Actions",
             "By outcome. refused, died and no_progress are failures.",
-            PanelFormat(decimals=0, no_value="none yet"),
+            PanelFormat(decimals=0, no_value=NONE_YET),
             PanelQuery("max by (action, outcome) (rolecall_actions_total) > 0", "{{action}}: {{outcome}}"),
         ),
         rows(

@@ -5,7 +5,7 @@ and, for GPUs without an agent, DCGM's, converted to the same unit and labels (`
 """
 
 from grafana_foundation_sdk.builders.dashboard import QueryVariable
-from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from rolecall.dashboards.grafana.board import (
     GPUS,
@@ -38,6 +38,8 @@ NODE, GPU = 'node=~"$node"', 'node=~"$node",gpu=~"$gpu"'
 OF_NODE, OF_GPU = "{{node}}", "{{node}} GPU {{gpu}}"
 HOT_CELSIUS = 85.0
 """Data-centre GPUs begin to slow down a few degrees above (H100: 87 to 90)."""
+NONE_OF_AGENT = "none seen by an agent"
+"""Of a table that dcgm-exporter cannot fill: without an agent it is empty too."""
 MANY_ERRORS = 0.1
 """Share of a resource's time: worth checking."""
 
@@ -96,7 +98,6 @@ def gpus() -> Dashboard:
 
 def _health() -> PanelRow:
     up = f"min by (node, gpu) (rolecall_gpu_up{{{GPU}}}) or {of_exporter('DCGM_FI_DEV_GPU_TEMP', '* 0 + 1')}"
-    xids = grown(f"rolecall_xid_events_total{{{NODE}}}", "node, gpu, xid") + " > 0"
     failed = either("rolecall_gpu_remapped_rows_failed", "DCGM_FI_DEV_ROW_REMAP_FAILURE")
     pending = either("rolecall_gpu_remapped_rows_pending", "DCGM_FI_DEV_ROW_REMAP_PENDING")
     return PanelRow(
@@ -107,14 +108,7 @@ def _health() -> PanelRow:
             PanelFormat(mappings=UP_DOWN),
             PanelQuery(up, OF_GPU),
         ),
-        rows(
-            "XIDs in the time range",
-            "Number of each XID from the driver or the kernel log, including the first. Empty: no XIDs. "
-            "`rolecall diagnose` on a kernel log explains each code.",
-            PanelFormat(limits=((None, RED),), no_value="none"),
-            PanelQuery(xids, "Times"),
-            {"node": "node", "gpu": "GPU", "xid": "XID"},
-        ),
+        xids("XIDs in the time range", NODE),
         numbers(
             "Latest XID (DCGM)",
             "Latest XID of each GPU since the driver was loaded. It never returns to 0, and a repeated code does "
@@ -150,6 +144,18 @@ def _health() -> PanelRow:
         ),
         widths=(6, 6, 4, 8, 6, 6, 12),
         height=7,
+    )
+
+
+def xids(title: str, matchers: str = "", only: str = "") -> Panel:
+    """`only`: what is appended to the expression to select nodes."""
+    return rows(
+        title,
+        "Number of each XID from the driver or the kernel log, including the first. `rolecall diagnose` on a kernel "
+        "log explains each code. Needs rolecall's agent.",
+        PanelFormat(limits=((None, RED),), no_value=NONE_OF_AGENT),
+        PanelQuery(grown(f"rolecall_xid_events_total{{{matchers}}}", "node, gpu, xid") + f" > 0{only}", "Times"),
+        {"node": "node", "gpu": "GPU", "xid": "XID"},
     )
 
 
@@ -273,45 +279,53 @@ def _memory() -> PanelRow:
 
 
 def _host() -> PanelRow:
-    busy = _rate_by("rolecall_host_cpu_busy_seconds_total", "node")
+    return PanelRow("The host (needs rolecall's agent)", *host(NODE), widths=6)
+
+
+def host(matchers: str = "", only: str = "") -> tuple[Panel, ...]:
+    """CPU and memory of nodes. `only`: what is appended to each expression to select nodes."""
+
+    def rate(metric: str) -> str:
+        return f"max by (node) (rate({metric}{{{matchers}}}[$__rate_interval]))"
+
     waits = (
         ("CPU", "rolecall_host_cpu_stall_seconds_total"),
         ("memory", "rolecall_host_memory_stall_seconds_total"),
         ("disk", "rolecall_host_io_stall_seconds_total"),
     )
-    return PanelRow(
-        "The host (needs rolecall's agent)",
+    cpus = f"max by (node) (rolecall_host_cpus{{{matchers}}})"
+    kills = f"max by (node) (increase(rolecall_host_oom_kills_total{{{matchers}}}[$__range]))"
+    return (
         lines(
-            "CPU",
+            "CPU of the node",
             "Share of all CPUs in use.",
             PanelFormat("percentunit", most=1.0),
-            PanelQuery(f"{busy} / max by (node) (rolecall_host_cpus{{{NODE}}})", OF_NODE),
+            PanelQuery(f"{rate('rolecall_host_cpu_busy_seconds_total')} / {cpus}{only}", OF_NODE),
         ),
         lines(
             "Available memory",
             "Memory available without swapping.",
             PanelFormat("bytes"),
-            PanelQuery(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
+            PanelQuery(f"max by (node) (rolecall_host_memory_available_bytes{{{matchers}}}){only}", OF_NODE),
         ),
         lines(
             "Resource pressure",
             "Share of time in which at least one task waited for the resource (PSI).",
             PanelFormat("percentunit", most=1.0),
-            *(PanelQuery(_rate_by(metric, "node"), f"{OF_NODE} {what}") for what, metric in waits),
+            *(PanelQuery(rate(metric) + only, f"{OF_NODE} {what}") for what, metric in waits),
         ),
         numbers(
             "OOM kills",
             "Processes killed by the OOM killer in the time range.",
             PanelFormat(decimals=0, limits=((None, GREEN), (1, RED))),
-            PanelQuery(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
+            PanelQuery(kills + only, OF_NODE),
         ),
-        widths=6,
     )
 
 
 PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
 BYTES = PanelFormat("Bps")
-FAULTS = PanelFormat(decimals=0, limits=((None, ORANGE),), no_value="none")
+FAULTS = PanelFormat(decimals=0, limits=((None, ORANGE),), no_value=NONE_OF_AGENT)
 NVLINK_ERRORS = {
     "crc_flit": "Flow-control packets with a CRC error.",
     "crc_data": "Data packets with a CRC error.",

@@ -43,6 +43,9 @@ SLOW_TIMES = 1.5
 """Times the median of peers: more than uneven work explains in most jobs."""
 STARVED = 0.2
 OF_ROLE = 'role=~"$role"'
+NOT_REPORTED = "no rank reports it"
+NOT_RECORDED = "no recording rules, or no rank reports it"
+NO_ENGINE = "no vLLM engine with data"
 REPLICA_STATES = {
     "wanted": MappedValue("wanted", YELLOW),
     "starting": MappedValue("starting", YELLOW),
@@ -144,14 +147,14 @@ def _outstanding() -> PanelRow:
         rows(
             "Slowest",
             "Time per unit of work, relative to the median of the role.",
-            PanelFormat(decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=linked),
+            PanelFormat(decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), no_value=NOT_REPORTED, links=linked),
             PanelQuery(f"topk({FIRST}, {slowness})", "times the median"),
             columns,
         ),
         rows(
             "Longest without progress",
             "Seconds since a unit of work was finished. Waiting and idle replicas appear here too.",
-            PanelFormat("s", limits=((None, BLUE),), links=linked),
+            PanelFormat("s", limits=((None, BLUE),), no_value=NOT_REPORTED, links=linked),
             PanelQuery(f"topk({FIRST}, {IDLE})", "since"),
             columns,
         ),
@@ -175,25 +178,25 @@ def _pace() -> PanelRow:
         lines(
             "Tokens per second",
             "Generated (rollout) or trained on (trainer). A line far below the others: a slow replica.",
-            PanelFormat("short", links=linked),
+            PanelFormat("short", no_value=NOT_REPORTED, links=linked),
             PanelQuery(of_replicas("rolecall_process_tokens_total"), each),
         ),
         lines(
             "Seconds per unit of work",
             "Microbatch, engine step or scored sample. A line far above the others: a slow replica.",
-            PanelFormat("s", links=linked),
+            PanelFormat("s", no_value=NOT_REPORTED, links=linked),
             PanelQuery(UNIT_SECONDS, each),
         ),
         lines(
             "Time since last progress",
             "Seconds since a unit of work was finished. It also grows while a replica waits or is idle.",
-            PanelFormat("s", links=linked),
+            PanelFormat("s", no_value=NOT_REPORTED, links=linked),
             PanelQuery(IDLE, each),
         ),
         lines(
             "Policy versions behind",
             "Versions by which a replica is behind the newest of the selected roles.",
-            PanelFormat(decimals=0, links=linked),
+            PanelFormat(decimals=0, no_value=NOT_REPORTED, links=linked),
             PanelQuery(
                 f"{newest} - max by (role, replica, rank) (rolecall_process_policy_version{{{OF_ROLE}}} >= 0)", each
             ),
@@ -201,7 +204,7 @@ def _pace() -> PanelRow:
         lines(
             "Active requests",
             "Requests that each engine is processing.",
-            PanelFormat(decimals=0, links=linked),
+            PanelFormat(decimals=0, no_value=NOT_REPORTED, links=linked),
             PanelQuery(f"max by (role, replica, rank) ({alive(requests)})", each),
         ),
         lines(
@@ -220,7 +223,9 @@ def _recorded() -> PanelRow:
         lines(
             f"The {FIRST} slowest ranks",
             "Time per unit of work, relative to the median of the role.",
-            PanelFormat(limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,)),
+            PanelFormat(
+                limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,), no_value=NOT_RECORDED
+            ),
             PanelQuery(
                 f"topk({FIRST}, rank:rolecall_process_unit_slowness:ratio1m{{{OF_ROLE}}})", "{{replica}} rank {{rank}}"
             ),
@@ -228,13 +233,13 @@ def _recorded() -> PanelRow:
         lines(
             "Seconds per unit of work",
             "Median of the role. If it rises for all, suspect the workload or the network, not a replica.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NOT_RECORDED),
             PanelQuery(f"max by (role) (role:rolecall_process_unit_seconds:median1m{{{OF_ROLE}}})", "{{role}}"),
         ),
         lines(
             "Units of work per second",
             "Per rank: median of the role, and the slowest.",
-            PanelFormat("cps"),
+            PanelFormat("cps", no_value=NOT_RECORDED),
             PanelQuery(f"max by (role) (role:rolecall_process_progress:median_rate1m{{{OF_ROLE}}})", "{{role}} median"),
             PanelQuery(f"min by (role) (role:rolecall_process_progress:min_rate1m{{{OF_ROLE}}})", "{{role}} slowest"),
         ),
@@ -251,19 +256,29 @@ def _training() -> PanelRow:
     jumps = f"max by (replica, rank) (increase(rolecall_train_jumps_total{{{OF_ROLE}}}[$__range]))"
     return PanelRow(
         "Training values (trainers only)",
-        lines("Loss", "Of the latest step of each rank.", PanelFormat(least=None), of_ranks("rolecall_train_loss")),
+        lines(
+            "Loss",
+            "Of the latest step of each rank.",
+            PanelFormat(least=None, no_value=NOT_REPORTED),
+            of_ranks("rolecall_train_loss"),
+        ),
         lines(
             "Gradient norm",
             "Before clipping. Ranks of one group agree; a rank that differs computes wrong values.",
-            PanelFormat(),
+            PanelFormat(no_value=NOT_REPORTED),
             of_ranks("rolecall_train_grad_norm"),
         ),
-        lines("Reward", "Of the latest step of each rank.", PanelFormat(least=None), of_ranks("rolecall_train_reward")),
+        lines(
+            "Reward",
+            "Of the latest step of each rank.",
+            PanelFormat(least=None, no_value=NOT_REPORTED),
+            of_ranks("rolecall_train_reward"),
+        ),
         numbers(
             "NaN, infinite, jumps",
             "Losses, gradient norms and rewards that were NaN or infinite, or left their recent range, in the "
             "time range.",
-            PanelFormat(decimals=0, limits=((None, GREEN), (1, ORANGE))),
+            PanelFormat(decimals=0, limits=((None, GREEN), (1, ORANGE)), no_value=NOT_REPORTED),
             PanelQuery(f"max({unfinite})", "NaN or infinite"),
             PanelQuery(f"max({jumps})", "jumps"),
         ),
@@ -323,7 +338,7 @@ def _coded(metric: str, mappings: Mapping[str, MappedValue], label: str) -> str:
 
 
 def _now(incidents: Sequence[Link]) -> PanelRow:
-    where = f"max by (node, role, replica, rank) (rolecall_process_incarnation{{{OWN}}})"
+    incarnation = f"rolecall_process_incarnation{{{OWN}}} or rolecall_process_up{{{OWN}}} * 0"
     return PanelRow(
         "Current state",
         numbers(
@@ -341,21 +356,23 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
         numbers(
             "Policy version",
             "Version that the process has loaded; -1: none yet.",
-            PanelFormat(decimals=0, least=None),
+            PanelFormat(decimals=0, least=None, no_value=NOT_REPORTED),
             PanelQuery(_values("rolecall_process_policy_version")[0], "rank {{rank}}"),
         ),
         rows(
             "Placement",
             "Nodes with a process of this replica (a replaced one stays for a while), and its incarnation.",
-            PanelFormat(decimals=0, links=(ROW_TO_GPUS, ROW_TO_NETWORK)),
-            PanelQuery(where, "incarnation"),
+            PanelFormat(
+                decimals=0, mappings={0: MappedValue("not reported", GREY)}, links=(ROW_TO_GPUS, ROW_TO_NETWORK)
+            ),
+            PanelQuery(f"max by (node, role, replica, rank) ({incarnation})", "incarnation"),
             {"node": "node", "replica": "replica", "rank": "rank"},
         ),
         states(
             "Phase",
             "Current phase of each rank. A rank in a collective waits for its peers; suspect the rank that is "
             "not in it.",
-            PanelFormat(mappings=_mappings(PHASES)),
+            PanelFormat(mappings=_mappings(PHASES), no_value=NOT_REPORTED),
             PanelQuery(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
         ),
         states(
@@ -389,26 +406,26 @@ def _pace_of_one() -> PanelRow:
         band(
             "Seconds per unit of work",
             "Microbatch, engine step or scored sample. Persistently above the band: the replica is slow.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NOT_REPORTED),
             f"{busy[0]} / ({units[0]} > 0)",
             f"{busy[1]} / ({units[1]} > 0)",
         ),
         band(
             "Units of work per second",
             "0 while its peers make progress: the replica hangs.",
-            PanelFormat("cps"),
+            PanelFormat("cps", no_value=NOT_REPORTED),
             *_rates("rolecall_process_progress_total"),
         ),
         band(
             "Tokens per second",
             "Generated (rollout) or trained on (trainer).",
-            PanelFormat("short"),
+            PanelFormat("short", no_value=NOT_REPORTED),
             *_rates("rolecall_process_tokens_total"),
         ),
         band(
             "Time since last progress",
             "Seconds since a unit of work was finished.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NOT_REPORTED),
             f"time() - {since[0]}",
             f"time() - {since[1]}",
         ),
@@ -416,13 +433,13 @@ def _pace_of_one() -> PanelRow:
             "Heartbeats",
             "Per second, from a background thread. 0 while the process exists: it is stopped, or a thread holds "
             "the GIL.",
-            PanelFormat("cps"),
+            PanelFormat("cps", no_value=NOT_REPORTED),
             *_rates("rolecall_process_beats_total"),
         ),
         band(
             "Active requests",
             "Requests that the engine is processing (rollout).",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NOT_REPORTED),
             *_values("rolecall_process_requests_active"),
         ),
     )
@@ -467,39 +484,39 @@ def _engine() -> PanelRow:
         band(
             "Time to first token",
             "Mean seconds from the arrival of a request.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NO_ENGINE),
             *mean("rolecall_vllm_first_token_seconds_total", "rolecall_vllm_first_tokens_total"),
         ),
         band(
             "Time per output token",
             "Mean seconds. Above the band: the engine is slow.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NO_ENGINE),
             *mean("rolecall_vllm_token_gap_seconds_total", "rolecall_vllm_token_gaps_total"),
         ),
         lines(
             "Requests",
             "Running requests, and requests waiting to be scheduled.",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NO_ENGINE),
             PanelQuery(f"max by (rank) (rolecall_vllm_requests_running{{{OWN}}})", "running, rank {{rank}}"),
             PanelQuery(f"max by (rank) (rolecall_vllm_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
         ),
         band(
             "KV cache in use",
             "Share of blocks. When full, requests are preempted and recomputed.",
-            PanelFormat("percentunit", most=1.0),
+            PanelFormat("percentunit", most=1.0, no_value=NO_ENGINE),
             "max by (rank) (rolecall_vllm_kv_cache_used_ratio{" + OWN + "})",
             "max by (replica, rank) (rolecall_vllm_kv_cache_used_ratio{" + PEERS + "})",
         ),
         band(
             "Preempted requests",
             "Per second, to free space in the KV cache.",
-            PanelFormat("cps"),
+            PanelFormat("cps", no_value=NO_ENGINE),
             *_rates("rolecall_vllm_preemptions_total"),
         ),
         numbers(
             "Engine",
             "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released).",
-            PanelFormat(mappings={0: MappedValue("NO", ORANGE), 1: MappedValue("yes", GREEN)}),
+            PanelFormat(mappings={0: MappedValue("NO", ORANGE), 1: MappedValue("yes", GREEN)}, no_value=NO_ENGINE),
             PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "responds, rank {{rank}}"),
             PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
         ),

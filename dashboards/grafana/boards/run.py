@@ -6,6 +6,7 @@ which trainers of any job can (`reporter.health`).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
@@ -43,6 +44,10 @@ from rolecall.dashboards.grafana.rules import FILTERED_RATIO_MAX, KL_MAX_NATS, T
 SUSPECT = "node, role, replica, fault"
 NOT_RUN = "not run by rolecall"
 """In place of data that only a run of rolecall has; a job that is only watched has its own dashboard."""
+NO_STEP = "no committed step"
+"""In place of data that a run of rolecall has from its first step on, and a job that is only watched never."""
+NOT_RECORDED = "not in the run's journal"
+NONE_YET = "none yet"
 ETTR_GOOD, ETTR_FAIR = 0.95, 0.85
 """ETTR from which on it is shown green, and yellow."""
 WATCH_STATE = """
@@ -80,6 +85,16 @@ def watch_state() -> Panel:
         operator. NO DATA: it cannot diagnose.""",
         PanelFormat(mappings=WATCH_STATES, no_value="no watch"),
         PanelQuery(WATCH_STATE),
+    )
+
+
+def agents() -> Panel:
+    """How many agents the watch reaches."""
+    return numbers(
+        "Agents",
+        "Agents that the watch reaches and does not reach. The state of an unreachable agent's node is unknown.",
+        PanelFormat(decimals=0, no_value="no watch"),
+        PanelQuery("max by (state) (rolecall_watch_agents)", "{{state}}"),
     )
 
 
@@ -153,7 +168,7 @@ def _numbers() -> PanelRow:
         numbers(
             "Reward",
             "Mean reward of the latest committed step.",
-            PanelFormat(decimals=3, least=None, no_value=NOT_RUN),
+            PanelFormat(decimals=3, least=None, no_value=NO_STEP),
             PanelQuery("max(rolecall_run_reward)"),
             trend=True,
         ),
@@ -172,14 +187,14 @@ def _numbers() -> PanelRow:
                 decimals=1,
                 most=1.0,
                 limits=((None, RED), (ETTR_FAIR, YELLOW), (ETTR_GOOD, GREEN)),
-                no_value=NOT_RUN,
+                no_value=NO_STEP,
             ),
             PanelQuery("max(rolecall_run_ettr_ratio)"),
         ),
         numbers(
             "Lost time",
             "Training time lost to faults so far.",
-            PanelFormat("s", decimals=0, no_value=NOT_RUN),
+            PanelFormat("s", decimals=0, no_value="none counted"),
             PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))"),
         ),
         widths=(4, 4, 4, 3, 3, 3, 3),
@@ -193,36 +208,39 @@ def _progress() -> PanelRow:
         lines(
             "Reward and loss",
             "Of committed steps. If it drops without an incident, check the role trainer.",
-            PanelFormat(least=None, decimals=3),
+            PanelFormat(least=None, decimals=3, no_value=NO_STEP),
             PanelQuery("max(rolecall_run_reward)", "reward"),
             PanelQuery("max(rolecall_run_loss)", "loss"),
         ),
         lines(
-            "Tokens per second", "In committed steps.", PanelFormat("short"), PanelQuery(TOKENS, "tokens per second")
+            "Tokens per second",
+            "In committed steps.",
+            PanelFormat("short", no_value=NOT_RUN),
+            PanelQuery(TOKENS, "tokens per second"),
         ),
         lines(
             "Step time",
             "Of the latest committed step. A step that a fault interrupted takes long.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NO_STEP),
             PanelQuery("max(rolecall_run_step_seconds)", "step"),
         ),
         lines(
             "Steps",
             "Committed steps, and interruptions by faults. Flat: training makes no progress.",
-            PanelFormat(decimals=0, least=None),
+            PanelFormat(decimals=0, least=None, no_value=NOT_RUN),
             PanelQuery("max(rolecall_run_step)", "committed"),
             PanelQuery("max(rolecall_run_steps_interrupted_total)", "interruptions"),
         ),
         lines(
             "Policy staleness",
             "Largest number of versions between the trained policy and one that generated tokens.",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NO_STEP),
             PanelQuery("max(rolecall_run_staleness)", "staleness"),
         ),
         lines(
             "Replicas by role",
             "Ready or serving replicas by role.",
-            PanelFormat(decimals=0, links=(SERIES_TO_ROLE,)),
+            PanelFormat(decimals=0, links=(SERIES_TO_ROLE,), no_value=NOT_RUN),
             PanelQuery('sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))', "{{role}}"),
         ),
     )
@@ -234,19 +252,19 @@ def _time() -> PanelRow:
         lines(
             "ETTR",
             "Effective training time ratio so far.",
-            PanelFormat("percentunit", most=1.0, limits=((None, RED), (ETTR_GOOD, GREEN))),
+            PanelFormat("percentunit", most=1.0, limits=((None, RED), (ETTR_GOOD, GREEN)), no_value=NO_STEP),
             PanelQuery("max(rolecall_run_ettr_ratio)", "ETTR"),
         ),
         bars(
             "Lost time by role and fault",
             "Training time lost to each fault. Lost and effective time add up to the training time.",
-            PanelFormat("s", limits=((None, ORANGE),), links=(SERIES_TO_ROLE,)),
+            PanelFormat("s", limits=((None, ORANGE),), links=(SERIES_TO_ROLE,), no_value="none counted"),
             PanelQuery("max by (role, fault) (rolecall_run_lost_seconds)", "{{role}}: {{fault}}"),
         ),
         lines(
             "Training time",
             "Effective and lost seconds, stacked.",
-            PanelFormat("s"),
+            PanelFormat("s", no_value=NO_STEP),
             PanelQuery("max(rolecall_run_effective_seconds)", "effective"),
             PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))", "lost"),
             stacked=True,
@@ -255,7 +273,7 @@ def _time() -> PanelRow:
             "Model FLOPs utilisation",
             "Share of the peak FLOP/s in the job file that the model's own arithmetic uses, by role. Empty without a "
             "peak in the job file.",
-            PanelFormat("percentunit", links=(SERIES_TO_ROLE,)),
+            PanelFormat("percentunit", links=(SERIES_TO_ROLE,), no_value="no peak in a job file"),
             PanelQuery("max by (role) (rolecall_run_mfu_ratio)", "{{role}}"),
         ),
         widths=6,
@@ -296,7 +314,7 @@ def _incidents() -> PanelRow:
         numbers(
             "Latest incident: time to detect and to recover",
             "From onset to detection, and from detection until the replacement makes progress.",
-            PanelFormat("s", decimals=1),
+            PanelFormat("s", decimals=1, no_value=NONE_YET),
             PanelQuery("max by (role) (rolecall_incident_newest_detection_seconds)", "{{role}} detected"),
             PanelQuery("max by (role) (rolecall_incident_newest_resolution_seconds)", "{{role}} resolved"),
         ),
@@ -313,7 +331,8 @@ def training() -> Dashboard:
     return board(
         TRAINING,
         "training health",
-        "Reward, entropy, response length, clipping, and divergence from the sampler.",
+        "Reward, entropy, response length, clipping, and divergence from the sampler of a run that rolecall started. "
+        "The last row is for any job whose trainers call `reporter.health`.",
         of_servers(),
         [_latest_step(), _learning(), _held_out(), _distance(), _unused(), _critic(), _trainers()],
     )
@@ -323,6 +342,7 @@ def _of_run(title: str, style: PanelFormat, *shown: tuple[str, str]) -> Panel:
     """Health metrics of the run on one axis: (metric, legend). The first one's normal range is the description."""
     metrics = [BY_NAME[name] for name, _ in shown]
     description = f"{'; '.join(metric.help for metric in metrics)}. {metrics[0].normal}"
+    style = replace(style, no_value=NOT_RECORDED)
     return lines(title, description, style, *(PanelQuery(_run(name), line) for name, line in shown))
 
 
@@ -332,14 +352,15 @@ def _run(sign: str) -> str:
 
 def _latest_step() -> PanelRow:
     def now(title: str, sign: str, style: PanelFormat) -> Panel:
-        return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", style, PanelQuery(_run(sign)))
+        description = f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}"
+        return numbers(title, description, replace(style, no_value=NOT_RECORDED), PanelQuery(_run(sign)))
 
     return PanelRow(
         "Latest step",
         numbers(
             "Reward",
             "Mean reward of the latest step. Meaningful only while the other metrics are healthy.",
-            PanelFormat(decimals=3, least=None),
+            PanelFormat(decimals=3, least=None, no_value=NO_STEP),
             PanelQuery("max(rolecall_run_reward)"),
         ),
         now("Entropy, nats per token", "entropy", PanelFormat(decimals=3)),
@@ -363,7 +384,7 @@ def _learning() -> PanelRow:
         lines(
             "Reward",
             "Mean reward of each step.",
-            PanelFormat(least=None),
+            PanelFormat(least=None, no_value=NO_STEP),
             PanelQuery("max(rolecall_run_reward)", "reward"),
         ),
         _of_run("Entropy, nats per token", PanelFormat(), ("entropy", "entropy")),
@@ -381,7 +402,7 @@ def _held_out() -> PanelRow:
         lines(
             "Held-out reward",
             "Mean reward of the newest evaluation, with its 95 % interval over prompts.",
-            PanelFormat(least=None, decimals=3),
+            PanelFormat(least=None, decimals=3, no_value=NOT_RECORDED),
             PanelQuery("max(rolecall_run_evaluation_reward)", "mean"),
             PanelQuery("max(rolecall_run_evaluation_reward_low)", "low"),
             PanelQuery("max(rolecall_run_evaluation_reward_high)", "high"),
@@ -389,20 +410,20 @@ def _held_out() -> PanelRow:
         lines(
             "Held-out pass@k",
             "Share of held-out prompts of which one of k answers passes.",
-            SHARE,
+            replace(SHARE, no_value=NOT_RECORDED),
             PanelQuery("max by (k) (rolecall_run_evaluation_pass_ratio)", "pass@{{k}}"),
         ),
         lines(
             "Epochs of the dataset",
             "How often the run has gone through its dataset.",
-            PanelFormat(decimals=2),
+            PanelFormat(decimals=2, no_value=NOT_RECORDED),
             PanelQuery("max(rolecall_run_dataset_epoch) + max(rolecall_run_dataset_epoch_ratio)", "epochs"),
         ),
         lines(
             "Groups dropped, prompts not scored",
             "Prompt groups of the run dropped so far, and held-out prompts of the newest evaluation without a score, "
             "by reason.",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NOT_RECORDED),
             PanelQuery(dropped, "dropped: {{reason}}"),
             PanelQuery(unscored, "not scored: {{reason}}"),
         ),
@@ -476,7 +497,7 @@ def _trainers() -> PanelRow:
             title,
             f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the "
             f"whole step.",
-            style,
+            replace(style, no_value="no trainer reports it"),
             *(
                 PanelQuery(f"max by (role, replica, rank) (rolecall_train_{m.metric})", legend(m.metric))
                 for m in metrics

@@ -1,7 +1,7 @@
-"""A job that rolecall watches and does not run: its ranks, their progress, processes and GPUs, and open incidents.
+"""A job that rolecall watches and does not run: its ranks, their progress, processes, nodes and GPUs, and incidents.
 
 Its journal has no replicas and no steps, so everything here comes from the agents and from the watch itself. Panels
-that need the reporter say so when no rank uses it.
+that need the reporter, NCCL RAS or a GPU say so when there is none.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,24 @@ from rolecall.dashboards.grafana.board import (
     of_servers,
     values_of,
 )
+from rolecall.dashboards.grafana.boards.node import host, xids
 from rolecall.dashboards.grafana.boards.replicas import (
     FIRST,
     IDLE,
     KERNEL_STATES,
+    NOT_REPORTED,
     OF_ROLE,
     UNIT_SECONDS,
     exits,
     of_replicas,
 )
-from rolecall.dashboards.grafana.boards.run import active_diagnoses, incidents_over_time, open_incidents, watch_state
+from rolecall.dashboards.grafana.boards.run import (
+    active_diagnoses,
+    agents,
+    incidents_over_time,
+    open_incidents,
+    watch_state,
+)
 from rolecall.dashboards.grafana.panels import (
     BLUE,
     RED,
@@ -44,7 +52,9 @@ from rolecall.dashboards.grafana.promql import alive
 
 RANK = "node, role, replica, rank"
 EACH = "{{replica}} rank {{rank}}"
-NO_REPORTER = "no rank uses the reporter"
+ON_ITS_NODES = f" and on (node) rolecall_process_up{{{OF_ROLE}}}"
+"""Selects the nodes that have a rank of the selected roles."""
+NO_RAS = "no agent has an answer of NCCL RAS"
 GONE = len(KERNEL_STATES) + 1
 STATES = {**dict(enumerate(KERNEL_STATES.values(), start=1)), GONE: MappedValue("GONE", RED)}
 
@@ -62,10 +72,10 @@ def watched(incidents: Sequence[Link] = ()) -> Dashboard:
     return board(
         WATCHED,
         "watched job",
-        "A job that rolecall watches and does not run (`rolecall watch agents`): ranks, progress, processes, GPUs, and "
-        "open incidents.",
+        "A job that rolecall watches and does not run (`rolecall watch agents`): ranks, progress, processes, "
+        "nodes, NCCL, GPUs, and incidents.",
         [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
-        [_now(incidents), _ranks(), _progress(), _processes(), _incidents(), _gpus()],
+        [_now(incidents), _ranks(), _progress(), _processes(), _nodes(), _incidents(), _nccl(), _gpus()],
     )
 
 
@@ -75,6 +85,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
         "Health",
         *open_incidents(incidents),
         watch_state(),
+        agents(),
         numbers(
             "Ranks",
             "Processes of the job that exist, and processes that are gone and were not replaced.",
@@ -82,7 +93,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             PanelQuery(f"sum(max by ({RANK}) ({up}))", "alive"),
             PanelQuery(f"sum(1 - max by ({RANK}) ({up}))", "gone"),
         ),
-        widths=(4, 12, 4, 4),
+        widths=(4, 11, 3, 3, 3),
         height=6,
     )
 
@@ -118,14 +129,14 @@ def _progress() -> PanelRow:
         rows(
             f"Longest without progress (top {FIRST})",
             "Seconds since a rank finished a unit of work; of a job that uses `reporter.step`, a step.",
-            PanelFormat("s", limits=((None, BLUE),), no_value=NO_REPORTER, links=(ROW_TO_REPLICA,)),
+            PanelFormat("s", limits=((None, BLUE),), no_value=NOT_REPORTED, links=(ROW_TO_REPLICA,)),
             PanelQuery(f"topk({FIRST}, {IDLE})", "since"),
             {"role": "role", "replica": "replica", "rank": "rank"},
         ),
         lines(
             "Step",
             "Newest step that a rank of the role works on, and the oldest. Far apart: a rank does not follow.",
-            PanelFormat(decimals=0, least=None, no_value=NO_REPORTER),
+            PanelFormat(decimals=0, least=None, no_value=NOT_REPORTED),
             PanelQuery(f"max by (role) ({alive(f'({step})')})", "{{role}} newest"),
             PanelQuery(f"min by (role) ({alive(f'({step})')})", "{{role}} oldest"),
         ),
@@ -133,7 +144,7 @@ def _progress() -> PanelRow:
             "Step time of each rank",
             "Seconds per unit of work; of a job that uses `reporter.step`, a step. A line far above the others: a slow "
             "rank.",
-            PanelFormat("s", no_value=NO_REPORTER, links=(SERIES_TO_REPLICA,)),
+            PanelFormat("s", no_value=NOT_REPORTED, links=(SERIES_TO_REPLICA,)),
             PanelQuery(UNIT_SECONDS, EACH),
         ),
     )
@@ -165,8 +176,43 @@ def _processes() -> PanelRow:
     )
 
 
+def _nodes() -> PanelRow:
+    return PanelRow(
+        "Nodes of the ranks",
+        *host(only=ON_ITS_NODES),
+        xids("XIDs of its nodes in the time range", only=ON_ITS_NODES),
+        widths=(5, 5, 5, 3, 6),
+    )
+
+
 def _incidents() -> PanelRow:
     return PanelRow("Incidents", *incidents_over_time(), active_diagnoses(), widths=(12, 6, 6))
+
+
+def _nccl() -> PanelRow:
+    def of_communicators(metric: str, legend: str = "") -> PanelQuery:
+        return PanelQuery(f"max by (communicator) ({metric}{ON_ITS_NODES})", f"{{{{communicator}}}}{legend}")
+
+    style = PanelFormat(decimals=0, no_value=NO_RAS)
+    return PanelRow(
+        "NCCL (needs NCCL RAS)",
+        lines(
+            "Collectives behind",
+            "Collectives by which the last rank of each communicator is behind the first. High and constant: the first "
+            "ranks wait for the last.",
+            style,
+            of_communicators("rolecall_nccl_communicator_collectives_behind"),
+        ),
+        lines(
+            "Missing ranks",
+            "Ranks of each communicator that NCCL RAS could not reach, or considers dead.",
+            style,
+            of_communicators("rolecall_nccl_communicator_missing_ranks", " missing"),
+            of_communicators("rolecall_nccl_communicator_dead_ranks", " dead"),
+        ),
+        widths=12,
+        collapsed=True,
+    )
 
 
 def _gpus() -> PanelRow:

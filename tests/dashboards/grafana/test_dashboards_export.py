@@ -112,11 +112,15 @@ def test_alerts_link_their_runbooks_by_option(tmp_path: Path, capsys: pytest.Cap
         "https://u:p@x",
         "https://x/{name}",
         "https://x y",
+        "https://x:port/y",
+        "https://x:99999/y",
+        "https://x/{alert}?y",
     ],
 )
 def test_a_runbook_url_that_is_not_absolute_is_refused(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grafana", "export", "--out", str(tmp_path / "x"), "--runbooks", url]) == 2
-    assert "--runbooks: " in capsys.readouterr().err
+    why = "a link that everyone can see" if "@" in url else f"expected http[s]://HOST[:PORT][/PATH], got {url!r}"
+    assert f"--runbooks: {why}" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

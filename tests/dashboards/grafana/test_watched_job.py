@@ -23,7 +23,7 @@ from rolecall.dashboards.grafana.export import documents
 from rolecall.dashboards.grafana.promql import scoped
 from tests.agent.full_node import FullNode, full_node
 from tests.agent.processes import TOKEN
-from tests.dashboards.grafana.viewing import Viewer
+from tests.dashboards.grafana.viewing import Viewer, all_panels
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
 from tests.prometheus_server import prometheus
 from tests.support import PATIENCE_SECONDS, eventually
@@ -41,6 +41,12 @@ for n in itertools.count():
 UNINSTRUMENTED = "while True: sum(range(10_000))"
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 RUN = "my-job"
+EXPLAINED = {
+    d["uid"]: {p["title"] for p in all_panels(d) if p["fieldConfig"]["defaults"].get("noValue")}
+    for d in documents()
+    if d["uid"] not in ("rolecall-watched", "rolecall-gpus", "rolecall-network")
+}
+"""Panels that say why they are empty, of the dashboards that show more than agents and watch have."""
 
 
 @contextmanager
@@ -89,15 +95,28 @@ def test_every_panel_has_data_of_a_watched_job(tmp_path: Path) -> None:
         instrumented.send_signal(signal.SIGSTOP)
         eventually(lambda: server.count("rolecall_incident_open"), "the watch has opened an incident")
         other.kill()
-        for expression in ("rolecall_incident_open", "rolecall_process_exits_total > 0"):
+        node.happen()
+        for expression in (
+            "rolecall_incident_open",
+            "rolecall_process_exits_total > 0",
+            "rolecall_xid_events_total > 0",
+        ):
             # For some scrapes, because the points of a graph are further apart than scrapes.
             eventually(lambda e=expression: server.count(f"count_over_time(({e})[1m:1s]) > 3"), expression)
 
         shown = DemoPrometheus(server.netloc, began, time.time())
         viewer = Viewer(shown)
-        document = next(d for d in documents() if d["uid"] == "rolecall-watched")
+        boards = {d["uid"]: d for d in documents()}
+        document = boards["rolecall-watched"]
         assert viewer.variables(document)["run"] == (RUN,)
         assert [str(asked) for asked in viewer.look(document) if not asked.points] == []
+        chosen = Viewer(shown, {"role": "trainer", "replica": "trainer/0"})
+        for uid, explained in EXPLAINED.items():
+            seen = list(chosen.look(boards[uid]))
+            empty = {asked.panel for asked in seen} - {asked.panel for asked in seen if asked.points}
+            assert empty <= explained, uid
+        placed = next(a.series for a in chosen.look(boards["rolecall-replica"]) if a.panel == "Placement")
+        assert {series["rank"] for series in placed} == {"0", "1"}, "also of the rank without the reporter"
         every = dict.fromkeys(("job", "instance", "role"), ".+")
         states = {
             (v.labels["replica"], v.labels["rank"]): v.value

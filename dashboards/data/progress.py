@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.evaluations import EvaluationHistory, EvaluationPoint
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import DatasetProgress, EvaluationFinished, IncidentOpened, StepCommitted
+from rolecall.core.journal.payloads import DatasetProgress, EvaluationFinished, IncidentOpened, RunEnded, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss
@@ -65,7 +65,8 @@ class RunTrends:
     """At the newest step."""
     account: EttrAccount | None = None
     recent: tuple[Event, ...] = ()
-    """The newest events that are not `ROUTINE`, newest last."""
+    """The newest events that are not `ROUTINE`, newest last. That replicas stop because the run ends is left out: with
+    many, nothing else would be seen."""
     still_open: tuple[Loss, ...] = ()
     """Losses of open incidents, until infinity while they go on."""
     steps: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class RunTrendsProjection:
     curve: Curve = field(default_factory=Curve)
     ettr: EttrAccumulator = field(default_factory=EttrAccumulator)
     recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
+    stops: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=COMMITS_KEPT))
     steps: dict[str, int] = field(default_factory=dict)
     evaluations: EvaluationHistory = field(default_factory=EvaluationHistory)
@@ -158,8 +160,11 @@ class RunTrendsProjection:
         if isinstance(event.payload, EvaluationFinished) and not 0 <= event.payload.step <= STEP_MAX:
             raise ValueError(f"invalid step {str(event.payload.step)[:30]}")
         self.evaluations.take(event)
+        if isinstance(event.payload, RunEnded):
+            why = event.payload.because
+            self.stops = deque((s for s in self.stops if s.payload.reason != why), maxlen=RECENT_EVENTS)
         if event.kind not in ROUTINE:
-            self.recent.append(event)
+            (self.stops if event.kind == _K.REPLICA_STOPPED else self.recent).append(event)
 
     def trends(
         self, now: float, current: Mapping[ReplicaId, Actual], *, whole: bool, watched: bool = True
@@ -174,7 +179,7 @@ class RunTrendsProjection:
             evaluations=self.evaluations.points(),
             dataset=self.dataset,
             account=account,
-            recent=tuple(self.recent),
+            recent=tuple(sorted((*self.recent, *self.stops), key=lambda e: e.seq)[-RECENT_EVENTS:]),
             still_open=ettr.open_losses(),
             steps=dict(self.steps),
         )

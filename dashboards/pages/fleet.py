@@ -85,7 +85,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         return
     counts = [(health, fleet.count(health)) for health in nodes.NodeHealth]
     parts = "".join(f"<span>{nodes.GLYPHS[health]} <b>{num:,}</b> {health}</span>" for health, num in counts if num)
-    st.html(f'<div class="rc rc-role"><p>{parts}</p></div>')
+    st.html(f'<div class="rc rc-role"><p><b>{counted(len(fleet.rows), "node")}</b> {parts}</p></div>')
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, seen.answer or FleetMetrics(), now, snapshot)
     _history(fleet, cache.by_node, now)
@@ -119,7 +119,7 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: J
         "health": [r.status for r in rows],
         "node": [plain(r.node) for r in rows],
         "why": [plain(r.because) for r in rows],
-        "1 h": [r.in_hour for r in rows],
+        "incidents, 1 h": [r.in_hour for r in rows],
         "24 h": [r.in_day for r in rows],
         "30 d": [r.in_month for r in rows],
         "GPUs": [_gpus(r.node, live) for r in rows],

@@ -180,7 +180,8 @@ def incidents(
 @app.command(epilog=examples('rolecall review inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
 def review(
     incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
-    right: Annotated[bool | None, typer.Option("--right/--wrong", help="Was the diagnosis right?")] = None,
+    right: Annotated[bool, typer.Option("--right", help="The diagnosis was right.")] = False,
+    wrong: Annotated[bool, typer.Option("--wrong", help="It was wrong.")] = False,
     because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",
     run: RunOption = "",
     runs: RootOption = ROOT,
@@ -190,7 +191,7 @@ def review(
     Possible after the incident has closed. The latest review counts."""
     from rolecall.recovery.operators import commands
 
-    if right is None:
+    if right == wrong:
         raise ConfigError(["--right or --wrong: which?"])
     out(commands.review_diagnosis(chosen_run(runs, run), incident, right, whoami(), because))
     return 0

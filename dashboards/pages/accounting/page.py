@@ -345,7 +345,7 @@ def _speed(statistics: IncidentStatistics) -> None:
 def _within(share: float | None) -> str:
     if share is None:
         return "no goal"
-    return f"{'✓' if share == 1 else '✗'} {share:.0%}"
+    return f"{'✓' if share == 1 else '✗'} {100 * share:.0f} %"
 
 
 def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:

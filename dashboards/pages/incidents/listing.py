@@ -101,8 +101,11 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
     """Times to detect and to recover of the newest incidents, oldest first."""
     newest = rows[:SPARK_INCIDENTS]
     shown = (
-        ("Time to detect", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
-        ("Time to verified recovery", [r.verified_seconds for r in reversed(newest) if r.verified_seconds is not None]),
+        ("Onset to finding", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
+        (
+            "Finding to verified recovery",
+            [r.verified_seconds for r in reversed(newest) if r.verified_seconds is not None],
+        ),
     )
     parts = [sparkline(f"{label}, newest {len(v)}", v) for label, v in shown if len(v) >= SPARK_MIN]
     if parts:

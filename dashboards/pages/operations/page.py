@@ -43,12 +43,13 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     show_result()
     _status(reader, viewer, state, snapshot)
     _plans(reader, viewer, plans.plan_rows(incidents, state.mode, now), now)
-    _pause(reader, viewer, state)
-    if snapshot.observed and not state.fleet.replicas:
-        _watched_job(snapshot)
-    else:
-        _nodes(reader, viewer, state, incidents, now)
-        _replica(reader, viewer, state)
+    if not snapshot.run.ended:
+        _pause(reader, viewer, state)
+        if snapshot.observed and not state.fleet.replicas:
+            _watched_job(snapshot)
+        else:
+            _nodes(reader, viewer, state, incidents, now)
+            _replica(reader, viewer, state)
     _history(history(state.events, incidents))
 
 
@@ -59,8 +60,7 @@ def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnaps
         advice = "Start `rolecall watch`; `rolecall status` shows details."
         st.html(banner("bad", "No watch is running.", because, advice=advice))
     if ended:
-        st.info("The run has ended: commands no longer have an effect.", icon=":material/flag:")
-        st.text(plain(ended))
+        st.info("The run has ended: there is nothing left to command.", icon=":material/flag:")
     else:
         holder = f" {plain(state.watch)} holds the lease." if state.watch else ""
         st.text(f"mode {state.mode or 'unknown'}: {plans.MODES.get(state.mode, 'no watch has started yet.')}{holder}")

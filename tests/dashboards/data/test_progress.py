@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import RecoveryPaused, ReplicaStopped, RunEnded
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import (
     BUCKETS_MAX,
@@ -73,6 +75,20 @@ def test_a_fault_that_no_one_notices_is_lost_time_too(fake_run: RunDir) -> None:
     account = fold.trends(missed.injected_at + 3600.0, {}, whole=True).account
     assert account is not None
     assert account.lost["rollout", UNDETECTED] > 0
+
+
+def test_replicas_that_stop_because_the_run_ends_hide_no_other_event() -> None:
+    def stopped(replica: str, because: str) -> ReplicaStopped:
+        return ReplicaStopped(replica=replica, incarnation=1, because=because, node="node-1")
+
+    paused = RecoveryPaused(by="me", because="maintenance")
+    shutdown = [stopped(f"rollout/{n}", "120 steps") for n in range(30)]
+    ended = RunEnded(outcome="done", because="120 steps")
+    fold = RunTrendsProjection()
+    for seq, payload in enumerate((paused, *shutdown, stopped("trainer/0", "replaced"), ended), start=1):
+        fold.take(Event(seq=seq, wall_at=float(seq), payload=payload))
+    recent = fold.trends(40.0, {}, whole=True).recent
+    assert [e.payload for e in recent] == [paused, stopped("trainer/0", "replaced"), ended]
 
 
 def test_a_curve_keeps_few_points_and_every_step() -> None:

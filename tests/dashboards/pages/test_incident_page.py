@@ -84,7 +84,7 @@ def test_times_to_detect_and_to_recover_have_sparklines(shows: Shows, tmp_path: 
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=12, open_incidents=2).build()
     at = shows(run.database_url)
     page = texts(at)
-    assert "Time to detect, newest 12" in page and "Time to verified recovery, newest 10" in page
+    assert "Onset to finding, newest 12" in page and "Finding to verified recovery, newest 10" in page
     assert "median 8.90 s, from 8.90 s to 8.90 s" in page and page.count('<i style="height:') == 22
     one = texts(shows(world_of("resolved", tmp_path).url))
     assert 'class="rc rc-sparks"' in page and 'class="rc rc-sparks"' not in one, "one incident is no trend"

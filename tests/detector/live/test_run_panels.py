@@ -256,7 +256,7 @@ def test_metrics_that_shift_are_reported_with_evidence_and_the_window_replays() 
     run.go(900)
     assert not run.reported
     at = run.now
-    run.leaked_bytes = 20 * NOISE_BYTES
+    run.leaked_bytes = 50 * NOISE_BYTES
     run.go(20)
     [d] = run.standing
     assert (d.key, d.detectors, d.gain_ratio) == ("slow:rollout/1#1", (f"{PANEL}sequential",), None)

@@ -56,6 +56,7 @@ def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None
 def test_review(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     proposal(world)
     assert run_command(world, "review", "inc-1-rollout-1") == 2
+    assert run_command(world, "review", "inc-1-rollout-1", "--right", "--wrong") == 2
     assert "--right or --wrong" in capsys.readouterr().err
     assert run_command(world, "review", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
     review = world.only().review

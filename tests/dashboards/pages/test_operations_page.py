@@ -39,6 +39,13 @@ def test_a_run_without_plans_says_so(made: World) -> None:
     assert "rolecall waits for approval" in texts(at)
 
 
+def test_a_run_that_has_ended_offers_no_commands(made: World) -> None:
+    made.say(K.RUN_ENDED, {"outcome": "done", "because": "120 steps"})
+    shown = texts(page("operations", made))
+    assert "nothing left to command" in shown and "No operator commands yet" in shown
+    assert "Automatic recovery" not in shown and "Replicas" not in shown
+
+
 def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(made: World) -> None:
     proposed = made.propose("i-1")
     at = page("operations", made, acting=False)

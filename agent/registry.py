@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.base import LoggedOnce
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
@@ -86,6 +87,7 @@ class Registry:
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
         self._refused_at = float("-inf")
+        self._numbered = LoggedOnce()
         self.num_torn = 0
 
     def register(self, peer_pid: int, message: dict[str, Any]) -> None:
@@ -154,6 +156,13 @@ class Registry:
         self._announce(claim, detail)
 
     def _announce(self, claim: Registration, detail: dict[str, str]) -> None:
+        number = f"{claim.role}/{job_number(claim.job)}" if claim.job else ""
+        if claim.replica == number and self._numbered.is_new(f"{claim.job} {claim.replica}"):
+            logger.info(
+                "job %s: its ranks are watched as %s, a number made of the job, so that no other job on this node has "
+                "the same name; if jobs share nodes, set jobs.rules.by_job on each of them",
+                *(claim.job, claim.replica),
+            )
         self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 

@@ -21,6 +21,7 @@ from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Inde
 
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
+JOBS_SHOWN_MAX, REPLICAS_NAMED_MAX = 8, 4
 SERVING = ("serving", "ready")
 OBSERVE = "observe"
 _REPLICA_STYLES = {"serving": GOOD, "ready": GOOD, "starting": WARN, "lost": BAD, "stopped": SOFT}
@@ -127,11 +128,33 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
     )
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
+def _jobs(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """Whose ranks these are: `job 4711 (launcher pid 41): trainer/0`."""
+    jobs: dict[str, list[Mapping[str, Any]]] = {}
+    for r in ranks:
+        if r.get("job"):
+            jobs.setdefault(r["job"], []).append(r)
+    lines = list[RenderableType]()
+    for job, of_job in list(jobs.items())[:JOBS_SHOWN_MAX]:
+        launchers = {r["launcher_pid"] for r in of_job} - {0}
+        launcher = f" (launcher pid {min(launchers)})" if len(launchers) == 1 else ""
+        replicas = list(dict.fromkeys(r["replica"] for r in of_job))
+        more = f" and {len(replicas) - REPLICAS_NAMED_MAX:,} more" if len(replicas) > REPLICAS_NAMED_MAX else ""
+        lines.append(Indented(_text(f"job {job}{launcher}: {', '.join(replicas[:REPLICAS_NAMED_MAX])}{more}"), 2, 4))
+    if len(jobs) > JOBS_SHOWN_MAX:
+        lines.append(_text(f"  and {counted(len(jobs) - JOBS_SHOWN_MAX, 'more job')}"))
+    return lines
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
     """Of a job that rolecall only watches."""
     if len(ranks) > REPLICAS_SHOWN_MAX:
         alive = sum(r["is_alive"] for r in ranks)
-        return [_text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
+        return [*_jobs(ranks), _text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
+    return [*_jobs(ranks), *_rank_lines(ranks, now)]
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
     return aligned(
         (
             _text(f"{r['replica']} rank {r['rank']}"),

@@ -4,11 +4,13 @@ The jobs are stand-ins: processes of our own with titles, arguments, environment
 links replaces `/proc`, so that no other processes are found.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,7 @@ OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
 
 
 def test_two_jobs_of_one_node_are_distinguished(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     mine = [job.python("train.py", **{**TORCH, "RANK": rank}) for rank in "01"]
     world.poll()
     theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
@@ -252,13 +255,27 @@ def test_two_jobs_of_one_node_are_distinguished(world: World, job: Job, caplog: 
     assert [world.found()[p.pid] for p in mine] == [("trainer/0", 0), ("trainer/0", 1)]
     assert [world.found()[p.pid] for p in theirs] == [(f"trainer/{number}", 0), (f"trainer/{number}", 1)]
     assert [e.detail["job"] for e in world.reported("registered")] == ["10.0.0.1:29500"] * 2 + ["10.0.0.1:29501"] * 2
-    assert caplog.text.count("several jobs on this node have a trainer/0") == 1
+    assert caplog.text.count(f"job 10.0.0.1:29501: its ranks are watched as trainer/{number}, a number made of") == 1
     for process in mine:
         process.kill()
     eventually(lambda: len(world.reported("exited")) == 2, "the first is over")
     again = job.python("train.py", **{**TORCH, "RANK": "0", "MASTER_PORT": "41234"})  # as torchrun picks them
     world.poll()
     assert world.found()[again.pid] == ("trainer/0", 0)
+
+
+def test_a_job_beside_one_with_the_reporter_is_distinguished_before_it_registers(world: World, job: Job) -> None:
+    mine = job.python("train.py", **{**TORCH, "RANK": "0"})
+    world.poll()
+    [found] = world.registry.registrations()
+    world.registry._tracked[found.process].registration = replace(found, found=False)
+    theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
+    world.poll()
+    number = job_number("10.0.0.1:29501")
+    assert world.found() == {mine.pid: ("trainer/0", 0)} | {
+        p.pid: (f"trainer/{number}", rank) for rank, p in enumerate(theirs)
+    }
+    assert {e.detail["launcher_pid"] for e in world.reported("registered")} == {str(os.getpid())}
 
 
 def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Path, job: Job) -> None:

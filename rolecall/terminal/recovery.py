@@ -14,7 +14,7 @@ from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import ago, counted, in_words, utc
 from rolecall.recovery.guards import MODE
-from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
@@ -233,10 +233,10 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         if review := incident["review"]:
             reason = f": {review['because']}" if review["because"] else ""
             add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
-        if incident["oncall_paged"] and outcome is None:
+        if incident["page"] and outcome is None:
             # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
             rest = "" if would or to_do else incident["page_reason"].removeprefix(because).removeprefix("; ")
-            add((paged_text(incident["page_channel"]).upper(), WARN), f": {rest}" if rest else "")
+            add((incident["page"].upper(), WARN), f": {rest}" if rest else "")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]
             add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")

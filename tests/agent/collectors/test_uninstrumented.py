@@ -478,7 +478,7 @@ def test_watch_reports_a_killed_and_a_stopped_rank(tmp_path: Path, job: Job) -> 
         eventually(lambda: {"crash", "hang"} <= set(reported()), "both are diagnosed")
         assert "trainer/0 rank 1 (node-1, pid" in reported()["crash"] and "on signal 9" in reported()["crash"]
         assert "rollout/32" in reported()["hang"] and "state T" in reported()["hang"]
-        eventually(lambda: all(i["oncall_paged"] for i in queries.incidents(run)), "an operator is called")
+        eventually(lambda: all(i["page"] for i in queries.incidents(run)), "the page is logged")
         assert "rolecall only watches this job" in queries.incidents(run)[0]["page_reason"]
         opened = {i["fault_class"]: i["to_do"] for i in queries.status(run)["open_incidents"]}
         assert "read the log of trainer/0 rank 1" in opened["crash"]

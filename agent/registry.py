@@ -7,6 +7,7 @@ needs the secret of the new identity."""
 
 import json
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ REFUSED_SECONDS = 5.0
 EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
 """Rate limit of EXCEPTION events per process, so that one that raises in a loop does not displace the events of others.
 Exceptions beyond it are counted as refused; the newest is reported from the page later."""
+LOG_FILE_CHARACTERS_MAX = 300
 DEAD_SHOWN_SECONDS = 10.0
 """How long a dead process stays among the samples (alive: false) before it is dropped and its page removed."""
 
@@ -55,6 +57,7 @@ class Tracked:
     exceptions_reported: int = 0
     exceptions_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     finish_reported: bool = False
+    log_file: str = ""  # its standard error goes there; empty: a terminal or a pipe, or not known
     exited_at: float | None = None
     status: ExitStatus = field(default_factory=ExitStatus)
 
@@ -245,7 +248,13 @@ class Registry:
         except OSError as e:
             logger.warning("%s has no state page: %s", registration.replica, e)
         probe = ProcessProbe(process.pid, proc=self._proc, cgroup_root=self._cgroup_root)
-        tracked = Tracked(registration=registration, claimed=claimed or registration.slot, probe=probe, reader=reader)
+        tracked = Tracked(
+            registration=registration,
+            claimed=claimed or registration.slot,
+            probe=probe,
+            reader=reader,
+            log_file=_log_file(self._proc / str(process.pid)),
+        )
         self._tracked[process] = tracked
         return tracked
 
@@ -410,7 +419,20 @@ class Registry:
         if tracked.page is not None:
             detail |= {"last_phase": tracked.page.phase, "step": str(tracked.page.step)}
         detail |= status.detail()
+        if tracked.log_file:
+            detail["log_file"] = tracked.log_file
         if away:
             detail["noticed"] = "after a restart of the agent"
         if not (away and self._events.has(AgentEventKind.EXITED, tracked.registration.process)):
             self._events.append(AgentEventKind.EXITED, **tracked.registration.facts(), detail=detail)
+
+
+def _log_file(process: Path) -> str:
+    """The file of standard error; empty: a terminal, a pipe, a deleted file, or it cannot be read."""
+    link = process / "fd" / "2"
+    try:
+        path, is_file = os.readlink(link), link.is_file()
+    except OSError:
+        return ""
+    known = is_file and not path.endswith(" (deleted)") and len(path) <= LOG_FILE_CHARACTERS_MAX
+    return path if known else ""

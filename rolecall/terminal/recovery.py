@@ -13,6 +13,7 @@ from rich.text import Text
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.detector.base.findings import LOG_FILE
 from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.notifications.outbox import notification_text
@@ -176,7 +177,7 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
     for incident in value:
         parts += _incidents([incident], now, name)
         evidence = incident.get("diagnosis", {}).get("evidence", ())
-        parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
+        parts += [Indented(_text(("evidence: ", SOFT), _evidence_text(e)), 2, 4) for e in evidence]
         events = incident.get("events", ())
         for body in (e["body"] for e in events if e["kind"] == EventKind.EVIDENCE_COLLECTED):
             missing = [f"not collected: {text}" for text in body.get("missing", ())]
@@ -188,6 +189,10 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
             parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), _once(event_text(event), said)), 2, 6))
             said.append(event["body"].get("diagnosis", {}).get("because") or incident["because"])
     return Group(*parts)
+
+
+def _evidence_text(evidence: Mapping[str, Any]) -> str:
+    return f"its standard error: {evidence['text']}" if evidence["kind"] == LOG_FILE else str(evidence["text"])
 
 
 def _once(text: str, said: Iterable[str]) -> str:

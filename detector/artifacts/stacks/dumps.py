@@ -143,7 +143,8 @@ class StackDump:
 
     Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the
     round of dumps in the names; `series`: the path without it, if the names call it a round. `one_of_some`: only some
-    processes of the role were dumped, so none counts as missing.
+    processes of the role were dumped, so none counts as missing. `is_stopped`: by a signal or a debugger; not from the
+    file, whoever took the dump knows it.
     """
 
     path: str
@@ -160,6 +161,7 @@ class StackDump:
     round_index: int | None = None
     series: str = ""
     one_of_some: bool = False
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.errors import UnreadableInput
-from rolecall.core.faults import EvidenceKind
+from rolecall.core.faults import EvidenceKind, FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
@@ -28,12 +28,13 @@ NUM_FRAMES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceFile:
-    """One file of evidence. `who`: the process that it describes."""
+    """One file of evidence. `who`: the process that it describes; `is_stopped`: it was, by a signal or a debugger."""
 
     kind: EvidenceKind
     path: Path
     who: Suspect | None = None
     suspected: bool = False
+    is_stopped: bool = False
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class EvidenceAnalysis:
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
-    """Never raises UnreadableInput: external files may contain anything."""
+    """Never raises UnreadableInput: external files may contain anything. Where a process is known to be stopped, no
+    finding says that the culprit is not known."""
     analysis = EvidenceAnalysis()
     by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
     parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
@@ -61,6 +63,8 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
                 part(by_kind[kind], analysis)
             except UnreadableInput as e:
                 analysis.unread.append(_unread(e))
+    if any(file.is_stopped for file in files):
+        analysis.findings = [f for f in analysis.findings if f.fault_class is not FaultClass.CANNOT_TELL]
     return analysis
 
 
@@ -72,7 +76,7 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     dumps, owners = list[StackDump](), dict[tuple[str, int | None], Suspect]()
     for file in files:
         try:
-            dump = stack_dumps.read(file.path)
+            dump = replace(stack_dumps.read(file.path), is_stopped=file.is_stopped)
         except UnreadableInput as e:
             analysis.unread.append(_unread(e))
             continue

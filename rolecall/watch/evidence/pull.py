@@ -145,7 +145,7 @@ class EvidenceFiles:
         path = self._folder / _name(ask, number)
         write_atomically(path, content, private=True)
         os.utime(path, (wall_at, wall_at))  # the detectors compute waiting times from it
-        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
+        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected, is_stopped=ask.is_stopped)
 
 
 def _name(ask: EvidenceRequest, number: int) -> str:

@@ -59,10 +59,15 @@ class Job:
         """Like Ray's workers: the title in place of the arguments."""
         return self._started(subprocess.Popen([title, "1000"], executable=SLEEP, env=environ, text=True))
 
-    def python(self, *arguments: str, code: str = WAITS, **environ: str) -> subprocess.Popen[str]:
+    def python(
+        self, *arguments: str, code: str = WAITS, log: Path = Path(os.devnull), **environ: str
+    ) -> subprocess.Popen[str]:
         command = [sys.executable, "-S", "-c", code, *arguments]
         pipe = subprocess.PIPE
-        return self._started(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environ, text=True))
+        with log.open("w") as stderr:
+            return self._started(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environ, text=True)
+            )
 
     def _started(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
         self.processes.append(process)
@@ -375,14 +380,15 @@ def test_an_unreadable_process_is_logged_once_and_an_ended_one_is_normal(
 # --- what is reported about them
 
 
-def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job) -> None:
-    rank = job.python("train.py", **TORCH)
+def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job, tmp_path: Path) -> None:
+    rank = job.python("train.py", log=tmp_path / "stderr.log", **TORCH)
     world.poll()
     rank.send_signal(signal.SIGKILL)
     eventually(lambda: world.reported("exited"), "its exit is reported")
     [event] = world.reported("exited")
     assert (event.role, event.replica, event.rank) == ("trainer", "trainer/0", 3)
     assert event.detail["signal"] == "9" and "last_phase" not in event.detail
+    assert event.detail["log_file"] == str(tmp_path / "stderr.log")
     assert not world.reported("finished")
 
 

@@ -503,25 +503,31 @@ def test_evidence_of_a_stopped_process_says_that_it_is_stopped(tmp_path: Path) -
     own = [{"name": "load", "filename": "t.py"}]
     waits = [{"name": "all_reduce", "filename": "torch/distributed/distributed_c10d.py"}, *own]
     files = []
-    for number, frames in enumerate((waits, own)):
+
+    def take(number: int, is_stopped: bool) -> Path:
+        answer = {"node": "vm", "pid": 100 + number, "replica": "trainer/0", "rank": number, "threads": [
+            {"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": (waits, own)[number]}]}  # fmt: skip
+        path = tmp_path / f"stacks-{number}.json"
+        body = json.dumps(answer).encode()
+        path.write_bytes(redacted(EvidenceKind.STACKS, body, Redactor(), is_stopped=is_stopped))
+        return path
+
+    for number in range(2):
         who = Suspect(
             node=NodeId("vm"), role="trainer", replica="trainer/0", rank=number, incarnation=0,
             process=ProcessId(node=NodeId("vm"), pid=100 + number, start_ticks=1),
         )  # fmt: skip
-        answer = {"node": "vm", "pid": 100 + number, "replica": "trainer/0", "rank": number, "threads": [
-            {"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": frames}]}  # fmt: skip
-        path = tmp_path / f"stacks-{number}.json"
-        path.write_text(json.dumps(answer))
-        files.append(
-            EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=number == 1, is_stopped=number == 1)
-        )
+        path = take(number, number == 1)
+        files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=number == 1))
     (tmp_path / "flight_rank_0.json").write_text(json.dumps(hanging_job(tmp_path, 2, 1)[0]))
     files.append(EvidenceFile(kind=EvidenceKind.FLIGHT, path=tmp_path / "flight_rank_0.json", who=files[0].who))
     analysis = analyse_evidence(files)
     assert "stack: trainer/0 rank 1 is stopped: load (t.py)" in analysis.statements
     said = " ".join([*analysis.statements, *(f.because for f in analysis.findings)])
     assert "its own code" not in said and "cannot be identified" not in said
-    unknown = analyse_evidence([replace(f, is_stopped=False) for f in files])
+    assert "is stopped" in str(diagnose([tmp_path / "stacks-0.json", tmp_path / "stacks-1.json"], []).inputs)
+    take(1, False)
+    unknown = analyse_evidence(files)
     assert "its own code" in str(unknown.statements) and "cannot be identified" in str(unknown.findings)
 
 

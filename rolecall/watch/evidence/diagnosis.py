@@ -28,22 +28,23 @@ NUM_FRAMES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceFile:
-    """One file of evidence. `who`: the process that it describes; `is_stopped`: it was, by a signal or a debugger."""
+    """One file of evidence. `who`: the process that it describes."""
 
     kind: EvidenceKind
     path: Path
     who: Suspect | None = None
     suspected: bool = False
-    is_stopped: bool = False
 
 
 @dataclass(slots=True)
 class EvidenceAnalysis:
-    """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why."""
+    """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why.
+    `knows_stopped`: a process was stopped, by a signal or a debugger."""
 
     statements: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    knows_stopped: bool = False
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
@@ -63,7 +64,7 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
                 part(by_kind[kind], analysis)
             except UnreadableInput as e:
                 analysis.unread.append(_unread(e))
-    if any(file.is_stopped for file in files):
+    if analysis.knows_stopped:
         analysis.findings = [f for f in analysis.findings if f.fault_class is not FaultClass.CANNOT_TELL]
     return analysis
 
@@ -76,12 +77,13 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     dumps, owners = list[StackDump](), dict[tuple[str, int | None], Suspect]()
     for file in files:
         try:
-            dump = replace(stack_dumps.read(file.path), is_stopped=file.is_stopped)
+            dump = stack_dumps.read(file.path)
         except UnreadableInput as e:
             analysis.unread.append(_unread(e))
             continue
         assert file.who is not None
         dumps.append(dump)
+        analysis.knows_stopped |= dump.is_stopped
         owners[dump.replica, dump.rank] = file.who
         stack = stack_of(dump)
         frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])

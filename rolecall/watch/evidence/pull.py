@@ -136,7 +136,7 @@ class EvidenceFiles:
         """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence. Raises
         EvidenceRejected: it is malformed or too large; OSError: it cannot be written."""
         try:
-            content = redacted(ask.kind, body, self._known)
+            content = redacted(ask.kind, body, self._known, is_stopped=ask.is_stopped)
         except (UnsafePickle, ValueError, RecursionError) as e:
             raise EvidenceRejected(f"its agent's response is malformed ({e})") from None
         if len(content) > self._room:
@@ -145,7 +145,7 @@ class EvidenceFiles:
         path = self._folder / _name(ask, number)
         write_atomically(path, content, private=True)
         os.utime(path, (wall_at, wall_at))  # the detectors compute waiting times from it
-        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected, is_stopped=ask.is_stopped)
+        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
 
 
 def _name(ask: EvidenceRequest, number: int) -> str:

@@ -7,6 +7,7 @@ needs the secret of the new identity."""
 
 import json
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.base import LoggedOnce
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
@@ -37,6 +39,7 @@ REFUSED_SECONDS = 5.0
 EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
 """Rate limit of EXCEPTION events per process, so that one that raises in a loop does not displace the events of others.
 Exceptions beyond it are counted as refused; the newest is reported from the page later."""
+LOG_FILE_CHARACTERS_MAX = 300
 DEAD_SHOWN_SECONDS = 10.0
 """How long a dead process stays among the samples (alive: false) before it is dropped and its page removed."""
 
@@ -54,6 +57,7 @@ class Tracked:
     exceptions_reported: int = 0
     exceptions_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     finish_reported: bool = False
+    log_file: str = ""  # its standard error goes there; empty: a terminal or a pipe, or not known
     exited_at: float | None = None
     status: ExitStatus = field(default_factory=ExitStatus)
 
@@ -86,6 +90,7 @@ class Registry:
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
         self._refused_at = float("-inf")
+        self._numbered = LoggedOnce()
         self.num_torn = 0
 
     def register(self, peer_pid: int, message: dict[str, Any]) -> None:
@@ -154,6 +159,13 @@ class Registry:
         self._announce(claim, detail)
 
     def _announce(self, claim: Registration, detail: dict[str, str]) -> None:
+        number = f"{claim.role}/{job_number(claim.job)}" if claim.job else ""
+        if claim.replica == number and self._numbered.is_new(f"{claim.job} {claim.replica}"):
+            logger.info(
+                "job %s: its ranks are watched as %s, a number made of the job, so that no other job on this node has "
+                "the same name; if jobs share nodes, set jobs.rules.by_job on each of them",
+                *(claim.job, claim.replica),
+            )
         self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 
@@ -236,7 +248,13 @@ class Registry:
         except OSError as e:
             logger.warning("%s has no state page: %s", registration.replica, e)
         probe = ProcessProbe(process.pid, proc=self._proc, cgroup_root=self._cgroup_root)
-        tracked = Tracked(registration=registration, claimed=claimed or registration.slot, probe=probe, reader=reader)
+        tracked = Tracked(
+            registration=registration,
+            claimed=claimed or registration.slot,
+            probe=probe,
+            reader=reader,
+            log_file=_log_file(self._proc / str(process.pid)),
+        )
         self._tracked[process] = tracked
         return tracked
 
@@ -401,7 +419,20 @@ class Registry:
         if tracked.page is not None:
             detail |= {"last_phase": tracked.page.phase, "step": str(tracked.page.step)}
         detail |= status.detail()
+        if tracked.log_file:
+            detail["log_file"] = tracked.log_file
         if away:
             detail["noticed"] = "after a restart of the agent"
         if not (away and self._events.has(AgentEventKind.EXITED, tracked.registration.process)):
             self._events.append(AgentEventKind.EXITED, **tracked.registration.facts(), detail=detail)
+
+
+def _log_file(process: Path) -> str:
+    """The file of standard error; empty: a terminal, a pipe, a deleted file, or it cannot be read."""
+    link = process / "fd" / "2"
+    try:
+        path, is_file = os.readlink(link), link.is_file()
+    except OSError:
+        return ""
+    known = is_file and not path.endswith(" (deleted)") and len(path) <= LOG_FILE_CHARACTERS_MAX
+    return path if known else ""

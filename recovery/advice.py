@@ -3,10 +3,12 @@
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.text import counted
+from rolecall.detector.base.findings import EXIT, LOG_FILE
 
 WATCHED = "rolecall only watches this job"
 """First words of the plan for such a job."""
 NUM_NAMED_MAX = 4
+SIGKILL = 9.0
 
 
 def what_to_do(diagnosis: Diagnosis) -> str:
@@ -17,7 +19,7 @@ def what_to_do(diagnosis: Diagnosis) -> str:
     if fault is FaultClass.HANG and processes:
         return _of_a_hang(diagnosis, processes)
     if fault in (FaultClass.CRASH, FaultClass.RESOURCE_EXHAUSTED):
-        return f"read the log of {_named(processes)}, then restart the job" if processes else "restart the job"
+        return _of_a_crash(diagnosis, processes) if processes else "restart the job"
     if fault is FaultClass.USER_CODE:
         return diagnosis.advice or fault.spec.advice
     if fault is FaultClass.SLOW and processes:
@@ -28,6 +30,22 @@ def what_to_do(diagnosis: Diagnosis) -> str:
         return "wait for the second page: it follows if the stacks and dumps that are read now name a rank"
     settle = f"; it is settled by {diagnosis.settle}" if diagnosis.settle else ""
     return f"{diagnosis.advice or fault.spec.advice}{settle}"
+
+
+def _of_a_crash(diagnosis: Diagnosis, processes: list[Suspect]) -> str:
+    """Names the file where the agent knows it."""
+    files = list(dict.fromkeys(e.text for e in diagnosis.evidence if e.kind == LOG_FILE))[:NUM_NAMED_MAX]
+    where = ", ".join(files) or "what its launcher prints, or with torchrun --log-dir a file there"
+    advice = f"read the log of {_named(processes)} ({where}), then restart the job"
+    exits = [e.values for e in diagnosis.evidence if e.kind == EXIT]
+    if any(values.get("oom") for values in exits):
+        return f"{advice} with more memory, or less use of it"
+    if any(values.get("signal") == SIGKILL for values in exits):
+        return (
+            f"{advice}; signal 9 often comes from the kernel's out-of-memory killer: `dmesg` or `journalctl -k` on "
+            f"{', '.join(dict.fromkeys(str(s.node) for s in processes))} says so"
+        )
+    return advice
 
 
 def _of_a_hang(diagnosis: Diagnosis, processes: list[Suspect]) -> str:

@@ -21,6 +21,8 @@ _LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"),
     ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"),
 )
+LAUNCHERS = tuple(row[0] for row in _LAUNCHERS)
+"""Those whose children are the ranks."""
 _RENDEZVOUS = {
     "torchrun": (("MASTER_ADDR", "MASTER_PORT"), ":"),
     "srun": (("SLURM_JOB_ID", "SLURM_STEP_ID"), "."),

@@ -37,7 +37,7 @@ from rolecall.agent.data_dir import SOCKET_NAME, TOKEN_NAME, data_dirs_of_jobs
 from rolecall.agent.reporter import page_layout as at
 from rolecall.agent.reporter.flight_recorder_request import FlightRecorderResponder
 from rolecall.agent.reporter.jumps import OutlierDetector
-from rolecall.agent.reporter.launcher import LaunchedProcess, RankUnknown, launched_process
+from rolecall.agent.reporter.launcher import LAUNCHERS, LaunchedProcess, RankUnknown, launched_process
 from rolecall.agent.reporter.sender import ReporterClient, describe_exception
 from rolecall.core.errors import InvalidId
 from rolecall.core.ids import process_start_ticks
@@ -305,7 +305,10 @@ def _register(launched: LaunchedProcess, incarnation: int, secret: str, director
         _page.move_to(path)
         _page.flight = FlightRecorderResponder(path)
     if _client is not None:
-        _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret, detail=launched.detail())
+        detail = launched.detail()
+        if launched.launcher in LAUNCHERS:
+            detail["launcher_pid"] = str(os.getppid())
+        _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret, detail=detail)
 
 
 def become(*, replica: str, incarnation: int, secret: str) -> None:

@@ -12,6 +12,9 @@ GAIN = "slow_ratio"
 EXIT = "exit"
 """Evidence of a process exit. Its values include `signal` if a signal ended it, and `oom` if the OOM killer did."""
 
+LOG_FILE = "log_file"
+"""Evidence whose text is the path of the file that the standard error of an ended process went to, on its node."""
+
 OF_GPU = "gpu"
 """Evidence that identifies a GPU of the suspect and compares its metrics with those of peers."""
 

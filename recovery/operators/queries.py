@@ -26,7 +26,16 @@ from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
-from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions, paged_text
+from rolecall.recovery.incidents import (
+    NO_CHANNEL,
+    RIGHT,
+    WRONG,
+    Incident,
+    IncidentProjection,
+    IncidentState,
+    evictions,
+    paged_text,
+)
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
 from rolecall.recovery.notifications.outbox import notification_text
@@ -170,9 +179,10 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
         "closed_at": incident.closed_at,
         "outcome": str(incident.outcome) if incident.outcome else None,
         "closed_because": incident.because,
-        "oncall_paged": bool(incident.page_topics),
+        "oncall_paged": bool(incident.page_topics) and incident.page_channel != NO_CHANNEL,
+        "page": paged_text(incident.page_channel) if incident.page_topics else None,
         "page_reason": incident.page_reason,
-        "page_channel": incident.page_channel,
+        "page_channel": None if incident.page_channel in ("", NO_CHANNEL) else incident.page_channel,
         "set_aside": str(broken).splitlines()[0] if broken is not None else None,
     }
 

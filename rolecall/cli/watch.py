@@ -164,7 +164,7 @@ def watch_agents(
         typer.Option(
             "--job",
             help="Of several jobs on these nodes only this: its run id (torchrun --rdzv-id, Slurm job id) or "
-            "MASTER_ADDR:MASTER_PORT.",
+            "MASTER_ADDR:MASTER_PORT; all: every one (default: the first that is seen, and its successor).",
         ),
     ] = "",
     webhook: Annotated[

@@ -245,6 +245,17 @@ class AgentEvent:
         return cls(**{**known, "kind": AgentEventKind(record["kind"]), "process": process})
 
 
+def job_names(registered: AgentEvent) -> tuple[str, ...]:
+    """Of the job of a process that registers: run id, and rendezvous (`host:port` of torchrun, `job.step` of Slurm)."""
+    return tuple(name for key in ("job", "rendezvous") if (name := registered.detail.get(key, "")))
+
+
+def launcher_pid(registered: AgentEvent) -> int:
+    """Of the launcher (torchrun, srun) of a process that registers; 0: not known."""
+    text = registered.detail.get("launcher_pid", "")
+    return int(text) if text.isdecimal() and len(text) <= 9 else 0
+
+
 WIRE_VERSION = 2
 """Version of the agent API. 1 had no number, and fewer kinds of events. A watch and an agent one version apart are
 compatible: unknown fields are ignored, missing ones have defaults."""

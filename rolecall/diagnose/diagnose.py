@@ -1,7 +1,7 @@
 """`rolecall diagnose`: reads recordings, dumps and logs, runs the detectors, and reports faults with their evidence.
 
 File kinds are recognised by content; folders are searched recursively. A named file that cannot be read is an error; a
-file of unknown kind in a folder is skipped and counted.
+file of unknown kind in a folder is skipped and named.
 """
 
 import os
@@ -36,10 +36,14 @@ from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
 
+HEAD_BYTES = 4096
 NUM_FILES_MAX = 100_000
 """Files and folders below one folder; more indicates a wrong path."""
 NUM_REMARKS_MAX, NUM_UNREADABLE_SHOWN = 100, 50
 """Remarks about the files of one kind, and those about unreadable ones among them; further ones are counted."""
+NUM_SKIPPED_SHOWN = 20
+"""Files of unknown kind that are named, of each folder; further ones are counted."""
+SKIPPED, NOT_READABLE = "folder", "not readable"
 KINDS = (
     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, an answer of NCCL RAS, "
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
@@ -79,8 +83,9 @@ class DiagnosisReport:
 
     @property
     def verdict(self) -> str:
-        """`fault`, `cannot_tell` or `healthy`: the latter only if everything could be judged."""
-        if exit_code(self):
+        """`fault`, `cannot_tell` or `healthy`: the latter only if everything could be judged. A `cannot_tell` with
+        suspects is a fault that is not localized."""
+        if any(d.suspects or d.fault_class != FaultClass.CANNOT_TELL for d in self.diagnoses):
             return "fault"
         return "cannot_tell" if self.diagnoses or self.open_ends else "healthy"
 
@@ -100,7 +105,8 @@ class DiagnosisReport:
 
 @dataclass(slots=True)
 class InputFiles:
-    """Files by kind, in the order of the paths; `passed_over`: files of unknown kind by folder."""
+    """Files by kind, in the order of the paths; `passed_over`: files of unknown kind by folder, each with
+    the reason."""
 
     recordings: list[Path] = field(default_factory=list)
     dumps: list[Path] = field(default_factory=list)
@@ -111,7 +117,7 @@ class InputFiles:
     ras: list[Path] = field(default_factory=list)  # NCCL RAS status answers
     inspector: list[Path] = field(default_factory=list)  # files of the NCCL Inspector
     topologies: list[Path] = field(default_factory=list)  # at most one
-    passed_over: dict[Path, int] = field(default_factory=dict)
+    passed_over: dict[Path, list[str]] = field(default_factory=dict)
     unknown_only: set[Path] = field(default_factory=set)  # folders that hold nothing else
 
 
@@ -137,7 +143,7 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFi
             if _sort(file, found):
                 known += 1
             else:
-                found.passed_over[path] = found.passed_over.get(path, 0) + 1
+                found.passed_over.setdefault(path, []).append(f"{file.relative_to(path)}: {_why_unknown(file)}")
         if not known and not found.passed_over.get(path):
             raise UnreadableInput(where=str(path), reason="the folder holds nothing to diagnose")
         if not known:
@@ -195,6 +201,21 @@ def _sort(file: Path, found: InputFiles) -> bool:
     return False
 
 
+def _why_unknown(file: Path) -> str:
+    """Of a file that can be opened."""
+    if not file.is_file():
+        return "not a regular file"
+    try:
+        raw = packed.head(file, HEAD_BYTES)
+    except (UnreadableInput, OSError):
+        return "it cannot be unpacked"
+    if not raw:
+        return "empty"
+    if recording.is_parquet(file):
+        return "Parquet, but no recording"
+    return "binary, of no known kind" if b"\0" in raw else "text of no known form; a kernel log has a time in each line"
+
+
 def diagnose(
     paths: Sequence[Path],
     detectors: Sequence[PanelDetector],
@@ -243,7 +264,7 @@ def diagnose(
         except UnreadableInput as error:
             if file in paths:
                 raise
-            answer.inputs.append(_files_input([file], "recording", "not readable", (f"cannot tell from {error}",)))
+            answer.inputs.append(_files_input([file], "recording", NOT_READABLE, (f"cannot tell from {error}",)))
             continue
         looked, open_ends = [], list[str]()
         for panel in read.panels:
@@ -266,14 +287,17 @@ def diagnose(
     if found.topologies and not answer.inputs:
         alone = "cannot tell: a topology only says where ranks are; dumps of these ranks would settle it"
         answer.inputs.append(_files_input(found.topologies, "topology", "names and places of ranks", (alone,)))
-    for folder, num in found.passed_over.items():
+    for folder, skipped in found.passed_over.items():
         only = f"cannot tell: it holds no file of a known kind; it would be settled by {KINDS}"
+        names = [f"skipped {text}" for text in skipped[:NUM_SKIPPED_SHOWN]]
+        if (num_more := len(skipped) - len(names)) > 0:
+            names.append(f"skipped {counted(num_more, 'more file')}")
         answer.inputs.append(
             Input(
                 path=str(folder),
-                kind="folder",
-                content=f"{counted(num, 'file')} of unknown kind skipped",
-                remarks=(only,) if folder in found.unknown_only else (),
+                kind=SKIPPED,
+                content=f"{counted(len(skipped), 'file')} of unknown kind skipped",
+                remarks=(*([only] if folder in found.unknown_only else []), *names),
             )
         )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
@@ -454,5 +478,7 @@ def _panel_words(panel: Panel) -> str:
 
 
 def exit_code(answer: DiagnosisReport) -> int:
-    """1 if a fault was found, else 0. A `cannot_tell` with suspects is a fault that is not localized."""
-    return 1 if any(d.suspects or d.fault_class != FaultClass.CANNOT_TELL for d in answer.diagnoses) else 0
+    """1 if a fault was found, 2 if nothing could be read, else 0."""
+    if answer.verdict == "fault":
+        return 1
+    return 2 if all(i.kind == SKIPPED or i.content.endswith(NOT_READABLE) for i in answer.inputs) else 0

@@ -306,8 +306,9 @@ def _replacing(words: Mapping[str, str], whole: bool) -> tuple[re.Pattern[str], 
     return re.compile(rf"(?<![A-Za-z0-9])(?:{any_of})(?![A-Za-z0-9])", re.IGNORECASE), lambda m: lowered[m[0].lower()]
 
 
-def redacted(kind: EvidenceKind, body: bytes, known: Redactor) -> bytes:
-    """The part of an agent's response that is kept: JSON or lines, without secrets.
+def redacted(kind: EvidenceKind, body: bytes, known: Redactor, *, is_stopped: bool = False) -> bytes:
+    """The part of an agent's response that is kept: JSON or lines, without secrets. `is_stopped`: the process of a
+    stack was, by a signal or a debugger.
 
     Raises:
         UnsafePickle, ValueError, RecursionError: `body` is not of this kind.
@@ -316,7 +317,7 @@ def redacted(kind: EvidenceKind, body: bytes, known: Redactor) -> bytes:
         value = json.loads(body)
         if not isinstance(value, Mapping) or not isinstance(value.get("threads"), list):
             raise ValueError("no list of threads")
-        return _json({**known.value(value), "one_of_some": True})
+        return _json({**known.value(value), "one_of_some": True, "is_stopped": is_stopped})
     if kind is EvidenceKind.FLIGHT:
         value = loads(body) if MAGIC.match(body) else json.loads(body)
         if not isinstance(value, Mapping):

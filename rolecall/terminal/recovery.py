@@ -13,14 +13,16 @@ from rich.text import Text
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.detector.base.findings import LOG_FILE
 from rolecall.recovery.guards import MODE
-from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
 
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
+JOBS_SHOWN_MAX, REPLICAS_NAMED_MAX = 8, 4
 SERVING = ("serving", "ready")
 OBSERVE = "observe"
 _REPLICA_STYLES = {"serving": GOOD, "ready": GOOD, "starting": WARN, "lost": BAD, "stopped": SOFT}
@@ -127,11 +129,33 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
     )
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
+def _jobs(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """Whose ranks these are: `job 4711 (launcher pid 41): trainer/0`."""
+    jobs: dict[str, list[Mapping[str, Any]]] = {}
+    for r in ranks:
+        if r.get("job"):
+            jobs.setdefault(r["job"], []).append(r)
+    lines = list[RenderableType]()
+    for job, of_job in list(jobs.items())[:JOBS_SHOWN_MAX]:
+        launchers = {r["launcher_pid"] for r in of_job} - {0}
+        launcher = f" (launcher pid {min(launchers)})" if len(launchers) == 1 else ""
+        replicas = list(dict.fromkeys(r["replica"] for r in of_job))
+        more = f" and {len(replicas) - REPLICAS_NAMED_MAX:,} more" if len(replicas) > REPLICAS_NAMED_MAX else ""
+        lines.append(Indented(_text(f"job {job}{launcher}: {', '.join(replicas[:REPLICAS_NAMED_MAX])}{more}"), 2, 4))
+    if len(jobs) > JOBS_SHOWN_MAX:
+        lines.append(_text(f"  and {counted(len(jobs) - JOBS_SHOWN_MAX, 'more job')}"))
+    return lines
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
     """Of a job that rolecall only watches."""
     if len(ranks) > REPLICAS_SHOWN_MAX:
         alive = sum(r["is_alive"] for r in ranks)
-        return [_text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
+        return [*_jobs(ranks), _text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
+    return [*_jobs(ranks), *_rank_lines(ranks, now)]
+
+
+def _rank_lines(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
     return aligned(
         (
             _text(f"{r['replica']} rank {r['rank']}"),
@@ -153,7 +177,7 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
     for incident in value:
         parts += _incidents([incident], now, name)
         evidence = incident.get("diagnosis", {}).get("evidence", ())
-        parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
+        parts += [Indented(_text(("evidence: ", SOFT), _evidence_text(e)), 2, 4) for e in evidence]
         events = incident.get("events", ())
         for body in (e["body"] for e in events if e["kind"] == EventKind.EVIDENCE_COLLECTED):
             missing = [f"not collected: {text}" for text in body.get("missing", ())]
@@ -165,6 +189,10 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
             parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), _once(event_text(event), said)), 2, 6))
             said.append(event["body"].get("diagnosis", {}).get("because") or incident["because"])
     return Group(*parts)
+
+
+def _evidence_text(evidence: Mapping[str, Any]) -> str:
+    return f"its standard error: {evidence['text']}" if evidence["kind"] == LOG_FILE else str(evidence["text"])
 
 
 def _once(text: str, said: Iterable[str]) -> str:
@@ -210,10 +238,10 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         if review := incident["review"]:
             reason = f": {review['because']}" if review["because"] else ""
             add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
-        if incident["oncall_paged"] and outcome is None:
+        if incident["page"] and outcome is None:
             # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
             rest = "" if would or to_do else incident["page_reason"].removeprefix(because).removeprefix("; ")
-            add((paged_text(incident["page_channel"]).upper(), WARN), f": {rest}" if rest else "")
+            add((incident["page"].upper(), WARN), f": {rest}" if rest else "")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]
             add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")

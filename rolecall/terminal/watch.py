@@ -22,6 +22,7 @@ from rolecall.watch.panels import WatchedPanels
 
 ROWS_MAX = 15
 """Of a table: it must leave room for incidents in a window of 24 lines."""
+JOBS_SHOWN_MAX = 4
 CLOSED_SHOWN, CLOSED_SECONDS = 3, 3600.0
 """Of incidents that are over: the newest, for an hour."""
 REFRESHES_PER_SECOND = 2
@@ -58,6 +59,9 @@ def job_table(job: WatchedJob) -> RenderableType:
     if len(job.jobs) > 1:
         jobs = f"{counted(len(job.jobs), 'job')}: {', '.join(job.jobs)}"
         parts.append(Indented(_text((jobs, WARN), "; --job JOB watches one of them")))
+    for other in job.other_jobs[:JOBS_SHOWN_MAX]:
+        words = f" also runs here and is not watched; --job {other} watches it in a run of its own"
+        parts.append(Indented(_text((f"job {other}", WARN), words)))
     if rows:
         names = ("replica", *(("rank", "pid") if each else ("ranks",)), "found by", "node", "state", "")
         parts += aligned([[_text((name, SOFT)) for name in names], *rows[:ROWS_MAX]])
@@ -123,6 +127,7 @@ class JobLines:
             "num_ranks": len(ranks),
             "nodes": list(job.nodes),
             "jobs": list(job.jobs),
+            "other_jobs": list(job.other_jobs),
             "text": job.text,
             "ranks": ranks,
         }

@@ -1,15 +1,16 @@
-"""What a watch of agents sees of a job, as frozen values for a display. Pure, except for the sources `JobObserver` and
-`OneJobSource`, which the loop owns.
+"""Which job a watch of agents watches, and what it sees of it, as frozen values for a display. Pure, except for the
+sources `JobObserver`, `OneJobSource` and `FirstJobSource`, which the loop owns.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.core.clock import Clock
-from rolecall.core.ids import ProcessId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.ids import ProcessId, split_replica
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, job_names
 from rolecall.core.text import counted, spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import MonitoredProcess
@@ -23,6 +24,17 @@ SHOW_SECONDS = 1.0
 RANKS_PER_SECOND = 2000
 """With more ranks a job is shown less often: the loop has faults to find."""
 GROUPS_SHOWN_MAX = 8
+ALL_JOBS = "all"
+"""As --job: every job on the nodes."""
+OVERLAP_SECONDS = 15.0
+"""A job that runs beside the watched one for longer is another one, and never takes its place. A shorter overlap is a
+job that starts again while an agent is a few polls behind."""
+SILENT_SECONDS = 30.0
+"""A job none of whose ranks was sampled alive for this long has ended."""
+PROCESSES_MAX = 65_536
+"""Processes whose job is remembered; beyond that only those of jobs that live."""
+_LAUNCHERS = ("torchrun", "slurm", "srun")
+"""Rules and launchers that give all ranks of a job one rendezvous. The actors of one Ray job have several."""
 UNKNOWN_SECONDS = 30.0
 """After this time in which no process is known to be of the chosen job, the watch warns."""
 EXITED = "exited"
@@ -51,6 +63,8 @@ class WatchedJob:
     ranks: tuple[WatchedRank, ...] = ()
     unreachable: Mapping[str, float]
     incidents: tuple[Incident, ...] = ()
+    other_jobs: tuple[str, ...] = ()
+    """Jobs that also run on these nodes and are not watched."""
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -82,11 +96,6 @@ def grouped(ranks: Iterable[WatchedRank]) -> dict[tuple[str, str, str], list[Wat
 def _some(names: Collection[str], between: str = ", ") -> str:
     more = len(names) - GROUPS_SHOWN_MAX
     return between.join([*list(names)[:GROUPS_SHOWN_MAX], *([f"{more:,} more"] if more > 0 else [])])
-
-
-def job_names(registered: AgentEvent) -> tuple[str, ...]:
-    """Of the job of a process that registers: run id, and rendezvous (`host:port` of torchrun, `job.step` of Slurm)."""
-    return tuple(name for key in ("job", "rendezvous") if (name := registered.detail.get(key, "")))
 
 
 class OneJobSource:
@@ -130,6 +139,114 @@ class OneJobSource:
             )
 
 
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One that torchrun or srun started."""
+
+    key: str
+    name: str
+    registered_at: float
+    is_watched: bool = False
+    is_numbered: bool = False  # its replicas are numbered by its job: another job has, or may have, their names
+    slots: set[tuple[str, int]] = field(default_factory=set)  # replica and rank
+    alive: dict[ProcessId, float] = field(default_factory=dict)  # wall seconds of the watch, when it was sampled last
+    first_at: float = 0.0  # as above, when it was first seen alive; 0: not yet
+    beside_at: float = 0.0  # when it was last seen to run beside the watched job
+    is_warned_of: bool = False
+
+    def sees(self, sample: ProcessSample, now: float) -> None:
+        if not sample.alive:
+            self.alive.pop(sample.process, None)
+            return
+        self.alive[sample.process] = now
+        self.first_at = self.first_at or now
+        self.slots.add((sample.replica, sample.rank))
+        self.is_numbered |= split_replica(sample.replica)[1] == job_number(self.key)
+
+    def lives(self, now: float) -> bool:
+        return any(now - at <= SILENT_SECONDS for at in self.alive.values())
+
+    def excludes(self, other: "_Job") -> bool:
+        """Whether both cannot be parts of one run: they have the same ranks."""
+        if not {r.partition("/")[0] for r, _ in self.slots} & {r.partition("/")[0] for r, _ in other.slots}:
+            return False
+        return self.is_numbered or other.is_numbered or bool(self.slots & other.slots)
+
+
+class FirstJobSource:
+    """Passes on the processes of one job: the first that is seen, and the one that takes its place after its end, as
+    when it is started again. Called from one thread.
+
+    Jobs that torchrun or srun started are told apart by their rendezvous. Two of them that have the same ranks are
+    different jobs: one is watched, the other is left out and warned of once. Processes whose job is not known, actors
+    of Ray, and jobs with other replicas (another role, another number) are passed on.
+    """
+
+    def __init__(self, source: ObservationSource) -> None:
+        self._source = source
+        self._jobs: dict[str, _Job] = {}
+        self._of: dict[ProcessId, _Job] = {}
+        self._now = 0.0
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The jobs that run and are left out."""
+        return tuple(sorted(job.name for job in self._jobs.values() if not job.is_watched and job.lives(self._now)))
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen: Observation = self._source.poll(timeout_seconds)
+        self._now = seen.wall_at
+        for event in seen.events:
+            if event.kind is AgentEventKind.REGISTERED and event.process is not None:
+                self._note(event.process, event)
+            elif event.kind is AgentEventKind.EXITED and event.process in self._of:
+                self._of[event.process].alive.pop(event.process, None)
+        for batch in seen.batches:
+            for sample in batch.processes:
+                if (job := self._of.get(sample.process)) is not None:
+                    job.sees(sample, seen.wall_at)
+        self._choose(seen.wall_at)
+        if all(job.is_watched for job in self._jobs.values()):
+            return seen
+        batches = tuple(
+            replace(b, processes=tuple(p for p in b.processes if self._is_ours(p.process))) for b in seen.batches
+        )
+        return replace(seen, batches=batches, events=tuple(e for e in seen.events if self._is_ours(e.process)))
+
+    def _is_ours(self, process: ProcessId | None) -> bool:
+        job = self._of.get(process) if process is not None else None
+        return job is None or job.is_watched
+
+    def _note(self, process: ProcessId, event: AgentEvent) -> None:
+        names = job_names(event)
+        if not names or not {event.detail.get("found_by", ""), event.detail.get("launcher", "")} & set(_LAUNCHERS):
+            return
+        key = names[-1]
+        job = self._jobs.setdefault(key, _Job(key=key, name=names[0], registered_at=event.wall_at))
+        job.name = names[0]  # the run id is known once the reporter has registered
+        self._of[process] = job
+        if len(self._of) > PROCESSES_MAX:
+            self._of = {p: j for p, j in self._of.items() if j.alive or j is job}
+            self._jobs = {j.key: j for j in self._of.values()}
+
+    def _choose(self, now: float) -> None:
+        waiting = [job for job in self._jobs.values() if not job.is_watched and job.lives(now)]
+        for job in sorted(waiting, key=lambda j: (j.is_numbered, j.registered_at)):
+            watched = next((o for o in self._jobs.values() if o.is_watched and o.lives(now) and o.excludes(job)), None)
+            if watched is not None:
+                job.beside_at = now
+            is_other = job.beside_at - job.first_at > OVERLAP_SECONDS
+            if watched is None and not is_other:
+                job.is_watched = True
+            elif watched is not None and is_other and not job.is_warned_of:
+                job.is_warned_of = True
+                logger.warning(
+                    "job %s also runs on these nodes and is not watched: this run watches job %s. Watch it in a run of "
+                    "its own with --job %s, or all jobs in one run with --job %s",
+                    *(job.name, watched.name, job.name, ALL_JOBS),
+                )
+
+
 def watched_rank(process: MonitoredProcess, found_by: str, job: str = "") -> WatchedRank:
     sample = process.sample
     if process.gone:
@@ -153,8 +270,14 @@ def watched_rank(process: MonitoredProcess, found_by: str, job: str = "") -> Wat
 class JobObserver:
     """Shows the job at most once a second. Wraps the source, because only its events tell how a rank was found."""
 
-    def __init__(self, source: ObservationSource, show: Callable[[WatchedJob], None], clock: Clock) -> None:
-        self._source, self._show, self._clock = source, show, clock
+    def __init__(
+        self,
+        source: ObservationSource,
+        show: Callable[[WatchedJob], None],
+        clock: Clock,
+        other_jobs: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        self._source, self._show, self._clock, self._other_jobs = source, show, clock, other_jobs
         self._registered: dict[ProcessId, tuple[str, str]] = {}  # found by, job
         self._unreachable: Mapping[str, float] = {}
         self._due_at = 0.0
@@ -192,5 +315,6 @@ class JobObserver:
                 ranks=tuple(sorted(ranks, key=lambda r: (r.node, r.replica, r.rank))),
                 unreachable=self._unreachable,
                 incidents=tuple(incidents),
+                other_jobs=self._other_jobs(),
             )
         )

@@ -51,7 +51,7 @@ from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
-from rolecall.watch.job import JobObserver, OneJobSource, WatchedJob
+from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.server import WatchServer
 
@@ -212,7 +212,8 @@ def watch_run(
     exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
     (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
     port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`. `show`: is called with
-    what is watched, about once a second. `only_job`: run id or rendezvous of the job to watch; empty: all.
+    what is watched, about once a second. `only_job`: run id or rendezvous of the job to watch, or
+    `all`; empty: the first that is seen.
 
     A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit
     code 1 means that incidents were opened.
@@ -263,9 +264,15 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        chosen: ObservationSource = OneJobSource(source, only_job, clock) if only_job else source
+        chosen: ObservationSource = source
+        other_jobs: Callable[[], tuple[str, ...]] = tuple
+        if only_job and only_job != ALL_JOBS:
+            chosen = OneJobSource(source, only_job, clock)
+        elif not ours and not only_job:
+            chosen = first = FirstJobSource(source)
+            other_jobs = lambda: first.others
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
-        observer = JobObserver(polled, show, clock) if show is not None else None
+        observer = JobObserver(polled, show, clock, other_jobs) if show is not None else None
         watch = MeteredWatch(
             journal,
             MeteredSource(observer or polled, meter, lambda: len(listed.newest)),

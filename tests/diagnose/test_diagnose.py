@@ -78,6 +78,18 @@ def test_a_folder_is_searched_for_all_it_holds(tmp_path: Path, capsys: pytest.Ca
     os.mkfifo(tmp_path / "all" / "pipe")
     code, out, _ = run(capsys, tmp_path / "all")
     assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 files of unknown kind" in out
+    assert "skipped notes.txt: text of no known form" in out and "skipped pipe: not a regular file" in out
+
+
+def test_a_folder_of_which_nothing_can_be_read_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.log").touch()
+    for n in range(diagnosing.NUM_SKIPPED_SHOWN + 2):
+        (tmp_path / f"notes-{n:02}.txt").write_text("nothing\n")
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 2 and "skipped empty.log: empty" in out and "skipped notes-00.txt: text of no known form" in out
+    assert "skipped 3 more files" in out and "notes-21.txt" not in out and "holds no file of a known kind" in out
 
 
 def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,10 +485,12 @@ def test_what_could_not_be_judged_is_not_healthy_and_says_what_would_settle_it(
 ) -> None:
     without_evidence(tmp_path, case)
     code, out, _ = run(capsys, tmp_path)
-    assert code == 0 and not out.startswith("healthy") and "cannot tell" in out and settled_by in out
+    nothing_read = case in ("unknown files", "header only", "empty files")
+    assert code == (2 if nothing_read else 0), "what could not be judged is no fault"
+    assert not out.startswith("healthy") and "cannot tell" in out and settled_by in out
     code, out, _ = run(capsys, tmp_path, "--json")
     said = json.loads(out)
-    assert code == 0 and said["diagnoses"] == [] and said["verdict"] == "cannot_tell"
+    assert code == (2 if nothing_read else 0) and said["diagnoses"] == [] and said["verdict"] == "cannot_tell"
     [entry, *_] = said["cannot_tell"]
     assert settled_by in entry["because"] and (entry["path"], entry["kind"]) in {
         (i["path"], i["kind"]) for i in said["inputs"]

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
+from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.recovery.advice import what_to_do
 
 NODE = NodeId("vm")
@@ -25,6 +26,10 @@ def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str
         suspects=suspects, fault_class=fault, onset=0.0, detected_at=0.0, confidence=0.9, because=because,
         detectors=("x",), advice=advice, settle=settle,
     )  # fmt: skip
+
+
+def _exited(**values: float) -> Diagnosis:
+    return replace(_diagnosis(FaultClass.CRASH), evidence=(Evidence(kind=EXIT, text="exited", values=values),))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +52,20 @@ def _diagnosis(fault: FaultClass, because: str = "", ranks: int = 1, advice: str
         ),
         (_diagnosis(FaultClass.HANG, "held (state t)", ranks=2), "on vm are held by a debugger or tracer"),
         (_diagnosis(FaultClass.HANG, "no heartbeat"), "read the stack of trainer/0 rank 1 (pid 101) on vm"),
-        (_diagnosis(FaultClass.CRASH), "read the log of trainer/0 rank 1 (pid 101) on vm, then restart the job"),
-        (_diagnosis(FaultClass.CRASH, ranks=6), "and 2 more processes, then restart the job"),
+        (
+            _diagnosis(FaultClass.CRASH),
+            "trainer/0 rank 1 (pid 101) on vm (what its launcher prints, or with torchrun --log-dir a file there), then",
+        ),
+        (_diagnosis(FaultClass.CRASH, ranks=6), "and 2 more processes (what its launcher prints"),
+        (
+            replace(_diagnosis(FaultClass.CRASH), evidence=(Evidence(kind=LOG_FILE, text="/logs/1/stderr.log"),)),
+            "rank 1 (pid 101) on vm (/logs/1/stderr.log), then restart the job",
+        ),
+        (
+            _exited(signal=9.0),
+            "signal 9 often comes from the kernel's out-of-memory killer: `dmesg` or `journalctl -k`",
+        ),
+        (_exited(signal=9.0, oom=1.0), "then restart the job with more memory"),
         (_diagnosis(FaultClass.USER_CODE, ranks=0, advice="fix the code"), "fix the code"),
         (_diagnosis(FaultClass.SLOW), "see what else runs on vm"),
         (_diagnosis(FaultClass.GPU), "restart the job without vm and have it checked"),

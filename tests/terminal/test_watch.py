@@ -92,6 +92,8 @@ def test_several_jobs_are_told() -> None:
     ranks = tuple(replace(r, job="a" if r.rank < 2 else "b") for r in JOB.ranks)
     assert "2 jobs: a, b; --job JOB watches one of them" in as_text(job_table(replace(JOB, ranks=ranks)))
     assert "--job" not in as_text(job_table(replace(JOB, ranks=ranks[:2])))
+    other = as_text(job_table(replace(JOB, ranks=ranks[:2], other_jobs=("b",))))
+    assert "job b also runs here and is not watched; --job b watches it in a run of its own" in other
 
 
 class _Source:

@@ -1,5 +1,6 @@
 """The ranks that a watch sees are kept in the journal, at most every few seconds, and a locked journal stops nothing."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import JournalUnavailable
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.journal import Journal
-from rolecall.core.telemetry import ProcessSample, SampleBatch
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.views.observed_ranks import FLAG, WRITE_SECONDS, ObservedRank, RecordedRanks, from_json
 
@@ -18,17 +19,28 @@ class Source:
 
     def __init__(self) -> None:
         self.progress = 0
+        self.replica = "trainer/0"
+        self.events: tuple[AgentEvent, ...] = ()
+
+    def registers(self, replica: str, **detail: str) -> None:
+        self.replica = replica
+        self.events = (
+            AgentEvent(
+                seq=1, kind=AgentEventKind.REGISTERED, node=NodeId("vm"), at=50.0, wall_at=1000.0, role="trainer",
+                process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), replica=replica, rank=1, detail=detail,
+            ),
+        )  # fmt: skip
 
     def poll(self, timeout_seconds: float) -> Observation:
         sample = ProcessSample(
-            process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica="trainer/0", rank=1,
+            process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica=self.replica, rank=1,
             incarnation=0, at=50.0, wall_at=1000.0, alive=True, page_ok=True, step=3, phase="compute",
             progress=self.progress, progress_at=48.0,
         )  # fmt: skip
         batch = SampleBatch(
             node=NodeId("vm"), agent_pid=1, cursor=1, lost=0, at=50.0, wall_at=1000.0, processes=(sample,), hosts=()
         )
-        return Observation(wall_at=1000.0, batches=(batch,), events=())
+        return Observation(wall_at=1000.0, batches=(batch,), events=self.events)
 
 
 def test_the_newest_sample_of_each_rank_is_kept_every_few_seconds(tmp_path: Path) -> None:
@@ -56,3 +68,17 @@ def test_a_journal_that_does_not_answer_stops_no_detection(tmp_path: Path, monke
 
     monkeypatch.setattr(journal, "set_flag", away)
     assert RecordedRanks(Source(), journal, clock).poll(0.0).batches
+
+
+def test_a_rank_has_its_job_and_only_its_newest_name(tmp_path: Path) -> None:
+    clock, source = FakeClock(), Source()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    recorded = RecordedRanks(source, journal, clock)
+    recorded.poll(0.0)
+    detail = {"was": "trainer/0", "job": "4711", "rendezvous": "h:1", "launcher_pid": "6"}
+    source.registers("trainer/9", **detail)
+    clock.advance(WRITE_SECONDS)
+    recorded.poll(0.0)
+    (found,) = from_json(journal.flag(FLAG))
+    assert (found.replica, found.job, found.launcher_pid) == ("trainer/9", "4711", 6)
+    assert from_json(json.dumps([["trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None]])), "of an older watch"

@@ -42,7 +42,9 @@ from rolecall.reports.redaction import Redactor, redacted
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
+from rolecall.watch.evidence.diagnosis import EvidenceFile, analyse_evidence
 from rolecall.watch.evidence.pull import EvidencePull, no_token
+from rolecall.watch.evidence.requests import select_evidence
 from rolecall.watch.run import watch_run
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks
@@ -494,3 +496,44 @@ def test_stacks_of_some_processes_accuse_no_unread_process(tmp_path: Path) -> No
     for path in tmp_path.iterdir():
         path.write_bytes(redacted(EvidenceKind.STACKS, path.read_bytes(), Redactor()))
     assert diagnose([tmp_path], []).diagnoses == []
+
+
+def test_evidence_of_a_stopped_process_says_that_it_is_stopped(tmp_path: Path) -> None:
+    """And that a dump is missing makes nobody unknown."""
+    own = [{"name": "load", "filename": "t.py"}]
+    waits = [{"name": "all_reduce", "filename": "torch/distributed/distributed_c10d.py"}, *own]
+    files = []
+
+    def take(number: int, is_stopped: bool) -> Path:
+        answer = {"node": "vm", "pid": 100 + number, "replica": "trainer/0", "rank": number, "threads": [
+            {"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": (waits, own)[number]}]}  # fmt: skip
+        path = tmp_path / f"stacks-{number}.json"
+        body = json.dumps(answer).encode()
+        path.write_bytes(redacted(EvidenceKind.STACKS, body, Redactor(), is_stopped=is_stopped))
+        return path
+
+    for number in range(2):
+        who = Suspect(
+            node=NodeId("vm"), role="trainer", replica="trainer/0", rank=number, incarnation=0,
+            process=ProcessId(node=NodeId("vm"), pid=100 + number, start_ticks=1),
+        )  # fmt: skip
+        path = take(number, number == 1)
+        files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=number == 1))
+    (tmp_path / "flight_rank_0.json").write_text(json.dumps(hanging_job(tmp_path, 2, 1)[0]))
+    files.append(EvidenceFile(kind=EvidenceKind.FLIGHT, path=tmp_path / "flight_rank_0.json", who=files[0].who))
+    analysis = analyse_evidence(files)
+    assert "stack: trainer/0 rank 1 is stopped: load (t.py)" in analysis.statements
+    said = " ".join([*analysis.statements, *(f.because for f in analysis.findings)])
+    assert "its own code" not in said and "cannot be identified" not in said
+    assert "is stopped" in str(diagnose([tmp_path / "stacks-0.json", tmp_path / "stacks-1.json"], []).inputs)
+    take(1, False)
+    unknown = analyse_evidence(files)
+    assert "its own code" in str(unknown.statements) and "cannot be identified" in str(unknown.findings)
+
+
+def test_a_stopped_suspect_is_known_when_its_evidence_is_requested() -> None:
+    runs, stops = subject(7, 1, 0), subject(8, 1, 1)
+    assert stops.sample is not None
+    stops.sample = replace(stops.sample, proc_state="T")
+    asks = select_evidence(diagnosis([stops]), [runs, stops])
+    assert [(a.who.process.pid, a.is_stopped) for a in asks if a.who and a.who.process] == [(8, True), (7, False)]

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
+from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.core.clock import FakeClock
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.views.observed_ranks import EXITED_KEPT_SECONDS
-from rolecall.watch.job import UNKNOWN_SECONDS, JobObserver, OneJobSource, WatchedJob
+from rolecall.watch.job import OVERLAP_SECONDS, UNKNOWN_SECONDS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
 from tests.detector.live.torchrun_job import Rank, TorchrunJob
 
 
@@ -59,6 +60,105 @@ def test_a_job_without_a_known_process_is_warned_of_once(
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == warns
     assert all(text.startswith("job other: none of the 2 processes that the agents report") for text in said)
+
+
+class _Jobs:
+    """Jobs of torchrun on one node, and what a watch without --job sees of them."""
+
+    def __init__(self) -> None:
+        self.job = TorchrunJob([])
+        self.heard: list[Observation] = []
+        self.job.detector.observe = lambda seen: self.heard.append(self.source.poll(0.1, seen)) or []  # type: ignore[method-assign,func-returns-value]
+        self.source = _Passed()
+
+    def begin(self, rendezvous: str, *ranks: Rank, **detail: str) -> None:
+        for r in ranks:
+            known = {"launcher": "torchrun", "job": f"run-{rendezvous}", "rendezvous": rendezvous, **detail}
+            self.job.event(AgentEventKind.REGISTERED, r, **known)
+        self.job.ranks = [r for r in self.job.ranks if r.alive] + list(ranks)
+
+    def run(self, seconds: float) -> set[int]:
+        """PIDs that were sampled."""
+        self.heard.clear()
+        self.job.run(seconds)
+        return {p.process.pid for seen in self.heard for b in seen.batches for p in b.processes}
+
+
+class _Passed:
+    def __init__(self) -> None:
+        self.newest = _Source(Observation(wall_at=0.0))
+        self.first = FirstJobSource(self.newest)
+
+    def poll(self, timeout_seconds: float, seen: Observation) -> Observation:
+        self.newest.observation = seen
+        return self.first.poll(timeout_seconds)
+
+
+def _numbered(rendezvous: str, pid: int) -> Rank:
+    return Rank(0, pid, replica=f"trainer/{job_number(rendezvous)}")
+
+
+def test_a_run_holds_only_the_processes_of_its_own_job(caplog: pytest.LogCaptureFixture) -> None:
+    jobs, mine, theirs = _Jobs(), Rank(0, 100), _numbered("h:2", 200)
+    jobs.begin("h:1", mine)
+    jobs.run(30.0)
+    jobs.begin("h:2", theirs)
+    assert jobs.run(OVERLAP_SECONDS + 5.0) == {100} and jobs.source.first.others == ("run-h:2",)
+    assert [r.getMessage()[:72] for r in caplog.records] == [
+        "job run-h:2 also runs on these nodes and is not watched: this run watches"[:72]
+    ]
+    jobs.job.exits(theirs, signal="9")
+    assert jobs.run(5.0) == {100} and jobs.source.first.others == ()
+    assert not [e for seen in jobs.heard for e in seen.events]
+
+
+def test_a_job_that_takes_a_free_name_is_another_job() -> None:
+    """The watched job has a number, since trainer/0 was taken when it began. A later job gets that free name."""
+    jobs = _Jobs()
+    jobs.begin("h:2", _numbered("h:2", 200))
+    assert jobs.run(5.0) == {200}
+    other = Rank(0, 300)
+    jobs.begin("h:3", other)
+    assert jobs.run(OVERLAP_SECONDS + 5.0) == {200}
+    jobs.job.exits(other, signal="15")
+    assert jobs.run(5.0) == {200}
+
+
+def test_a_job_that_starts_again_is_watched() -> None:
+    jobs, first = _Jobs(), _numbered("h:1", 100)
+    jobs.begin("h:1", first)
+    jobs.run(20.0)
+    jobs.begin("h:2", _numbered("h:2", 200))  # an agent is a few polls behind
+    assert jobs.run(1.0) == {100}
+    jobs.job.exits(first, signal="15")
+    assert jobs.run(5.0) == {100, 200}, "the exit of the first is seen, too"
+
+
+def test_another_job_does_not_take_the_place_of_the_watched_one() -> None:
+    jobs, mine = _Jobs(), Rank(0, 100)
+    jobs.begin("h:1", mine)
+    jobs.begin("h:2", _numbered("h:2", 200))
+    jobs.run(OVERLAP_SECONDS + 5.0)
+    jobs.job.exits(mine, signal="15")
+    assert jobs.run(60.0) == {100}
+    jobs.begin("h:3", Rank(0, 300))
+    assert jobs.run(5.0) == {300}
+
+
+@pytest.mark.parametrize(
+    ("second", "detail"),
+    [
+        (Rank(0, 200, replica="rollout/0"), {}),
+        (Rank(0, 200, replica="trainer/1"), {}),
+        (_numbered("h:2", 200), {"launcher": "", "found_by": "verl-trainer"}),
+    ],
+    ids=["another role", "another replica", "Ray"],
+)
+def test_parts_of_one_run_are_watched_together(second: Rank, detail: dict[str, str]) -> None:
+    jobs = _Jobs()
+    jobs.begin("h:1", Rank(0, 100))
+    jobs.begin("h:2", second, **detail)
+    assert jobs.run(5.0) == {100, 200}
 
 
 def test_ranks_of_an_ended_job_disappear_once_others_run() -> None:

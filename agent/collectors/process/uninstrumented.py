@@ -44,6 +44,8 @@ ENVIRON_BYTES_MAX = 256 * 1024
 LABELS_BYTES_MAX = 64 * 1024
 KERNEL_THREADS = 2
 """PID of kthreadd, the parent of all threads of the kernel."""
+LAUNCHED = ("torchrun", "slurm")
+"""Rules whose processes are children of their launcher."""
 RAY_TITLE, RAY_WORKER = "ray::", "default_worker.py"
 RAY_WORKER_ARGUMENTS = 4
 """The script is among the first arguments: `python -u .../default_worker.py ...`; a raylet names it later."""
@@ -209,6 +211,9 @@ class UninstrumentedJobCollector:
             detail["numbered_by"] = "its job"
         if match.job:
             detail["job"] = match.job
+        if match.rule in LAUNCHED:
+            detail["launcher_pid"] = str(seen.parent)
+        name = f"{match.role}/{replica} rank {match.rank}"
         try:
             found = Registration(
                 process=process,
@@ -221,7 +226,7 @@ class UninstrumentedJobCollector:
             )
             self._registry.discover(found, detail)
         except (InvalidId, ClaimRejected) as e:
-            self._log_once(f"process {seen.pid} ({match.rule}) is not watched: {e}")
+            self._log_once(f"process {seen.pid} ({name}, by rule {match.rule}) is not watched: {e}")
             return
         seen.is_job = True
 
@@ -230,14 +235,8 @@ class UninstrumentedJobCollector:
         if not match.job or self._discovery.by_job:
             return job_number(match.job) if match.job else given
         replica = replica_id(match.role, given)
-        others = {r.job for r in self._registry.registrations() if r.found and r.replica == replica}
-        if not others - {match.job, ""}:
-            return given
-        self._log_once(
-            f"several jobs on this node have a {replica}: all but the first are numbered by job; set jobs.rules.by_job "
-            "on every node that jobs share"
-        )
-        return job_number(match.job)
+        others = {r.job for r in self._registry.registrations() if r.replica == replica}
+        return job_number(match.job) if others - {match.job, ""} else given
 
     def _log_once(self, text: str) -> None:
         if self._logged.is_new(text):

@@ -351,7 +351,7 @@ def of_xid(gpu: Gpu, code: int) -> str:
         words.append(f"NVLink {', '.join(map(str, links[:NUM_LINES_SHOWN]))}, {', '.join(units[:NUM_LINES_SHOWN])}")
     if (worst := _worst(lines)).nvlink is not None:
         words.append(_table(worst))
-    if victims := sorted({f"{x.name or '?'} ({x.pid})" for x in lines if x.pid is not None}):
+    if victims := sorted({f"{x.name} ({x.pid})" if x.name else str(x.pid) for x in lines if x.pid is not None}):
         words.append(f"in process {', '.join(victims[:NUM_LINES_SHOWN])}")
     words.append(times(gpu.codes[code]))
     return "; ".join(words)
@@ -594,7 +594,7 @@ def summary(logs: Sequence[KernelLog]) -> str:
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
     content = (
-        f"{len(seen):,} report an event on {counted(num_nodes, 'node')}, {counted(num_xids, 'XID')}"
+        f"{counted(len(seen), 'event')} on {counted(num_nodes, 'node')}, {counted(num_xids, 'XID')}"
         if seen
         else "no event"
     )

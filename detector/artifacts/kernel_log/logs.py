@@ -112,7 +112,7 @@ HEAD_BYTES = 64 << 10
 """Bytes that decide the format of a file: most lines of /var/log/messages are not the kernel's."""
 PROLOGUE_BYTES = 4096
 HEAD_SHARE_MIN = 0.8
-"""Minimum share of lines in the head with a recognized timestamp."""
+"""Minimum share of lines in the head with a recognized timestamp; one line without is none too many."""
 UNSTAMPED_SHARE_MIN, UNSTAMPED_LINES_MIN = 0.6, 10
 """Of lines without stamps: minimum share that look like the kernel's; minimum number unless the log begins at boot or
 one is an XID."""
@@ -196,7 +196,7 @@ def is_log(path: Path) -> bool:
     if not any(stamped):
         return _is_unstamped(lines, path.name)
     known = sum(is_kernel or is_syslog(line) for line, is_kernel in zip(lines, stamped, strict=True))
-    return known >= HEAD_SHARE_MIN * len(lines)
+    return known >= min(HEAD_SHARE_MIN * len(lines), max(2, len(lines) - 1))
 
 
 def _records_of(head: bytes) -> list[str]:

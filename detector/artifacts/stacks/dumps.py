@@ -143,7 +143,7 @@ class StackDump:
 
     Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the
     round of dumps in the names; `series`: the path without it, if the names call it a round. `one_of_some`: only some
-    processes of the role were dumped, so none counts as missing.
+    processes of the role were dumped, so none counts as missing. `is_stopped`: by a signal or a debugger.
     """
 
     path: str
@@ -160,6 +160,7 @@ class StackDump:
     round_index: int | None = None
     series: str = ""
     one_of_some: bool = False
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,7 +381,7 @@ def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
     """Fields of a StackDump in an agent's response."""
     if not isinstance(answer.get("threads"), list):
         raise _wrong(path, "a JSON object without a list `threads`")
-    place: dict[str, Any] = {"one_of_some": answer.get("one_of_some") is True}
+    place: dict[str, Any] = {key: answer.get(key) is True for key in ("one_of_some", "is_stopped")}
     for key in ("rank", "pid", "incarnation"):
         if (number := _integer(answer.get(key))) is not None:
             place[key] = number

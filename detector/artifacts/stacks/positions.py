@@ -33,6 +33,7 @@ class StackActivity(StrEnum):
     LOCK = "waits for a lock or for another thread of its own"
     IO = "reads or writes"
     STILL = "is stuck in its own code"
+    STOPPED = "is stopped"
     WORK = "is at work in its own code"
 
 
@@ -123,7 +124,7 @@ def stack_of(dump: StackDump) -> Stack:
         or (frames[-1].file == "threading.py" and _bare(frames[-1]) in ("_bootstrap", "_bootstrap_inner", "run"))
     ):
         frames = frames[:-1]
-    for n, frame in enumerate(frames):
+    for n, frame in enumerate(frames if not dump.is_stopped else ()):
         doing = _wait_of(frame, thread.active)
         if doing is not None:
             callers = [f for f in frames[n + 1 :] if not _passes_on(f)]
@@ -131,7 +132,8 @@ def stack_of(dump: StackDump) -> Stack:
         if not _passes_on(frame):
             break
     own = next((n for n, f in enumerate(frames) if not _passes_on(f)), 0)
-    return Stack(_outside(thread, frames, own), frames, frames[own:], gil_holder)
+    doing = StackActivity.STOPPED if dump.is_stopped else _outside(thread, frames, own)
+    return Stack(doing, frames, frames[own:], gil_holder)
 
 
 def is_background_thread(thread: Thread) -> bool:

@@ -28,8 +28,8 @@ from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
-from rolecall.detector.base.findings import EXIT
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase, ProcessSample
+from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
@@ -278,7 +278,8 @@ def _gone(
 ) -> Finding:
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
-    where = f" in {phase_text(detail.get('last_phase') or subject.phase, sample.step if sample else -1)}"
+    step = _last_step(detail, sample)
+    where = f" in {phase_text(detail.get('last_phase') or subject.phase, step)}"
     how = ""
     if detail.get("signal"):
         how = f" on signal {detail['signal']}"
@@ -295,9 +296,9 @@ def _gone(
     killer = "; the host's OOM killer was active at that moment" if oom else ""
     because = f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}{killer}"
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
-    values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
+    values = {"requests_open": float(open_requests), "step": float(step)}
     values |= exit_values(signal, oom=oom)
-    evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
+    evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values), *log_file(detail)]
     if raised:
         about_peer = {LOST_PEER: 1.0} if lost_peer else {}
         evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event), values=about_peer))
@@ -312,6 +313,18 @@ def _gone(
         evidence=tuple(evidence),
         about=f":{LOST_PEER}" if lost_peer else "",
     )
+
+
+def _last_step(detail: Mapping[str, str], sample: ProcessSample | None) -> int:
+    """The agent reads the page once more when a process has ended: steps may have passed since the newest sample."""
+    at_exit = detail.get("step", "")
+    sampled = sample.step if sample else -1
+    return max(int(at_exit), sampled) if at_exit.isdecimal() and len(at_exit) <= 18 else sampled
+
+
+def log_file(detail: Mapping[str, str]) -> tuple[Evidence, ...]:
+    """Of an exit, where its agent knows it."""
+    return (Evidence(kind=LOG_FILE, text=path),) if (path := detail.get("log_file")) else ()
 
 
 def exit_values(signal: str, *, oom: bool) -> dict[str, float]:

@@ -22,7 +22,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding
-from rolecall.detector.live.stages.crash import exit_values
+from rolecall.detector.live.stages.crash import exit_values, log_file
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 GATHER_SECONDS = 2.0
@@ -167,6 +167,7 @@ def _crash(exited: _Exit, gone: list[_Exit], living: bool, now: float) -> Findin
                 text=f"process {exited.subject.process} exited{exited.how}",
                 values=exit_values(exited.signal, oom=exited.cause == "oom"),
             ),
+            *log_file(exited.subject.exit_event.detail if exited.subject.exit_event else {}),
         ),
     )
 

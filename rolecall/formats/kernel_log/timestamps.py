@@ -73,7 +73,8 @@ _HOST = r"([A-Za-z0-9][\w.:-]{0,252})"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _MONTH = f"({'|'.join(_MONTHS)})"
 _CLOCK = r"(\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
-_UPTIME = r"\[ {0,8}(\d{1,12}\.\d{6})\](?:\[ {0,8}[TC]\d{1,10}\])?"
+_UPTIME = r"\[ {0,8}(\d{1,12}\.\d{3,9})\](?:\[ {0,8}[TC]\d{1,10}\])?"
+"""The kernel writes six decimals; some boards and log shippers write milliseconds or nanoseconds."""
 _ISO_TIME = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|[+-]\d\d:?\d\d))?)"
 _KERNEL_PRIORITY = r"(?:<[0-7]>|kern {0,4}:\w{3,6} {0,4}: )?"
 """`dmesg -r` and `dmesg -x`; other facilities are not the kernel's."""
@@ -83,7 +84,7 @@ _DMESG_DATE = re.compile(
     rf"{_KERNEL_PRIORITY}\[\w{{3}} {_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (\d{{4}})\] ?(.*)", re.DOTALL
 )
 _DMESG_MINUTE = re.compile(rf"{_KERNEL_PRIORITY}\[{_MONTH} {{0,2}}(\d{{1,2}}) (\d\d):(\d\d)\] ?(.*)", re.DOTALL)
-_DMESG_SINCE = re.compile(rf"{_KERNEL_PRIORITY}\[ {{0,8}}\+(\d{{1,8}}\.\d{{6}})\] ?(.*)", re.DOTALL)
+_DMESG_SINCE = re.compile(rf"{_KERNEL_PRIORITY}\[ {{0,8}}\+(\d{{1,8}}\.\d{{3,9}})\] ?(.*)", re.DOTALL)
 _ISO = re.compile(rf"{_KERNEL_PRIORITY}{_ISO_TIME} (.*)", re.DOTALL)
 _OF_DMESG = re.compile(r".{10}T.{8},\d{6}[+-]\d\d:\d\d")
 """A comma before six digits, and a zone: neither journalctl, rsyslog nor Python's logging writes a time so."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.errors import UnreadableInput
-from rolecall.core.faults import EvidenceKind
+from rolecall.core.faults import EvidenceKind, FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
@@ -38,15 +38,18 @@ class EvidenceFile:
 
 @dataclass(slots=True)
 class EvidenceAnalysis:
-    """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why."""
+    """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why.
+    `knows_stopped`: a process was stopped, by a signal or a debugger."""
 
     statements: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    knows_stopped: bool = False
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
-    """Never raises UnreadableInput: external files may contain anything."""
+    """Never raises UnreadableInput: external files may contain anything. Where a process is known to be stopped, no
+    finding says that the culprit is not known."""
     analysis = EvidenceAnalysis()
     by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
     parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
@@ -61,6 +64,8 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
                 part(by_kind[kind], analysis)
             except UnreadableInput as e:
                 analysis.unread.append(_unread(e))
+    if analysis.knows_stopped:
+        analysis.findings = [f for f in analysis.findings if f.fault_class is not FaultClass.CANNOT_TELL]
     return analysis
 
 
@@ -78,6 +83,7 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
             continue
         assert file.who is not None
         dumps.append(dump)
+        analysis.knows_stopped |= dump.is_stopped
         owners[dump.replica, dump.rank] = file.who
         stack = stack_of(dump)
         frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])

@@ -136,7 +136,7 @@ class EvidenceFiles:
         """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence. Raises
         EvidenceRejected: it is malformed or too large; OSError: it cannot be written."""
         try:
-            content = redacted(ask.kind, body, self._known)
+            content = redacted(ask.kind, body, self._known, is_stopped=ask.is_stopped)
         except (UnsafePickle, ValueError, RecursionError) as e:
             raise EvidenceRejected(f"its agent's response is malformed ({e})") from None
         if len(content) > self._room:

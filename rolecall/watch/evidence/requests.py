@@ -11,7 +11,7 @@ Only processes known to their agent are included, and each kind is bounded.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
 
@@ -23,6 +23,7 @@ from rolecall.detector.live.processes import suspect
 
 NUM_STACKS_MAX = 16
 """Stacks of suspects. A tie names all members of its group."""
+STOPPED_STATES = ("T", "t")
 NUM_PEERS = 2
 NUM_FLIGHT_MAX = 64
 """A dump takes 0.3 MB and some milliseconds of its process; an agent dumps one process at a time."""
@@ -32,12 +33,14 @@ NUM_NODES_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
-    """One request to one agent. `who`: for stacks and dumps, including the process."""
+    """One request to one agent. `who`: for stacks and dumps, including the process. `is_stopped`: that process, by a
+    signal or a debugger."""
 
     kind: EvidenceKind
     node: str
     who: Suspect | None = None
     suspected: bool = False
+    is_stopped: bool = False
 
     @property
     def what(self) -> str:
@@ -83,7 +86,8 @@ def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> 
         asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=one))
     if EvidenceKind.KERNEL in wanted:
         asks += [EvidenceRequest(kind=EvidenceKind.KERNEL, node=node) for node in nodes]
-    return asks
+    stopped = {s.process for s in alive if s.sample is not None and s.sample.proc_state in STOPPED_STATES}
+    return [replace(a, is_stopped=a.who is not None and a.who.process in stopped) for a in asks]
 
 
 def _of(kind: EvidenceKind, who: Suspect, suspected: bool) -> EvidenceRequest:

@@ -4,11 +4,13 @@ The jobs are stand-ins: processes of our own with titles, arguments, environment
 links replaces `/proc`, so that no other processes are found.
 """
 
+import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +59,15 @@ class Job:
         """Like Ray's workers: the title in place of the arguments."""
         return self._started(subprocess.Popen([title, "1000"], executable=SLEEP, env=environ, text=True))
 
-    def python(self, *arguments: str, code: str = WAITS, **environ: str) -> subprocess.Popen[str]:
+    def python(
+        self, *arguments: str, code: str = WAITS, log: Path = Path(os.devnull), **environ: str
+    ) -> subprocess.Popen[str]:
         command = [sys.executable, "-S", "-c", code, *arguments]
         pipe = subprocess.PIPE
-        return self._started(subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environ, text=True))
+        with log.open("w") as stderr:
+            return self._started(
+                subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environ, text=True)
+            )
 
     def _started(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
         self.processes.append(process)
@@ -244,6 +251,7 @@ OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
 
 
 def test_two_jobs_of_one_node_are_distinguished(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     mine = [job.python("train.py", **{**TORCH, "RANK": rank}) for rank in "01"]
     world.poll()
     theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
@@ -252,13 +260,27 @@ def test_two_jobs_of_one_node_are_distinguished(world: World, job: Job, caplog: 
     assert [world.found()[p.pid] for p in mine] == [("trainer/0", 0), ("trainer/0", 1)]
     assert [world.found()[p.pid] for p in theirs] == [(f"trainer/{number}", 0), (f"trainer/{number}", 1)]
     assert [e.detail["job"] for e in world.reported("registered")] == ["10.0.0.1:29500"] * 2 + ["10.0.0.1:29501"] * 2
-    assert caplog.text.count("several jobs on this node have a trainer/0") == 1
+    assert caplog.text.count(f"job 10.0.0.1:29501: its ranks are watched as trainer/{number}, a number made of") == 1
     for process in mine:
         process.kill()
     eventually(lambda: len(world.reported("exited")) == 2, "the first is over")
     again = job.python("train.py", **{**TORCH, "RANK": "0", "MASTER_PORT": "41234"})  # as torchrun picks them
     world.poll()
     assert world.found()[again.pid] == ("trainer/0", 0)
+
+
+def test_a_job_beside_one_with_the_reporter_is_distinguished_before_it_registers(world: World, job: Job) -> None:
+    mine = job.python("train.py", **{**TORCH, "RANK": "0"})
+    world.poll()
+    [found] = world.registry.registrations()
+    world.registry._tracked[found.process].registration = replace(found, found=False)
+    theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
+    world.poll()
+    number = job_number("10.0.0.1:29501")
+    assert world.found() == {mine.pid: ("trainer/0", 0)} | {
+        p.pid: (f"trainer/{number}", rank) for rank, p in enumerate(theirs)
+    }
+    assert {e.detail["launcher_pid"] for e in world.reported("registered")} == {str(os.getpid())}
 
 
 def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Path, job: Job) -> None:
@@ -358,14 +380,15 @@ def test_an_unreadable_process_is_logged_once_and_an_ended_one_is_normal(
 # --- what is reported about them
 
 
-def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job) -> None:
-    rank = job.python("train.py", **TORCH)
+def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job, tmp_path: Path) -> None:
+    rank = job.python("train.py", log=tmp_path / "stderr.log", **TORCH)
     world.poll()
     rank.send_signal(signal.SIGKILL)
     eventually(lambda: world.reported("exited"), "its exit is reported")
     [event] = world.reported("exited")
     assert (event.role, event.replica, event.rank) == ("trainer", "trainer/0", 3)
     assert event.detail["signal"] == "9" and "last_phase" not in event.detail
+    assert event.detail["log_file"] == str(tmp_path / "stderr.log")
     assert not world.reported("finished")
 
 
@@ -461,7 +484,7 @@ def test_watch_reports_a_killed_and_a_stopped_rank(tmp_path: Path, job: Job) -> 
         eventually(lambda: {"crash", "hang"} <= set(reported()), "both are diagnosed")
         assert "trainer/0 rank 1 (node-1, pid" in reported()["crash"] and "on signal 9" in reported()["crash"]
         assert "rollout/32" in reported()["hang"] and "state T" in reported()["hang"]
-        eventually(lambda: all(i["oncall_paged"] for i in queries.incidents(run)), "an operator is called")
+        eventually(lambda: all(i["page"] for i in queries.incidents(run)), "the page is logged")
         assert "rolecall only watches this job" in queries.incidents(run)[0]["page_reason"]
         opened = {i["fault_class"]: i["to_do"] for i in queries.status(run)["open_incidents"]}
         assert "read the log of trainer/0 rank 1" in opened["crash"]

@@ -305,6 +305,22 @@ def test_dmesg_t_is_recognised_and_its_times_are_unknown(
     assert "at an unknown time gpu: " in said and "the log has no time for it" in said and "at 0 s" not in said
 
 
+@pytest.mark.parametrize("decimals", ["456", "456789", "456789123"])
+def test_stamps_of_any_precision_and_one_odd_line_are_read(tmp_path: Path, decimals: str) -> None:
+    lines = [f"[  123.{decimals}] {NOISE}", "and a line that somebody added", f"[  124.{decimals}] {of_xid(79)}"]
+    (tmp_path / "it").write_text("\n".join(lines) + "\n")
+    [d] = diagnosing.diagnose([tmp_path / "it"], []).diagnoses
+    assert "XID 79" in d.because and d.detected_at == float(f"124.{decimals}")
+
+
+def test_a_process_without_a_name_is_its_pid(tmp_path: Path) -> None:
+    lines = [f"[  123.456789] {line}" for line in ("NVRM: Xid (PCI:0000:3b:00): 31, pid=1234, MMU Fault", NOISE)]
+    (tmp_path / "it").write_text("\n".join(lines) + "\n")
+    answer = diagnosing.diagnose([tmp_path / "it"], [])
+    assert "in process 1234;" in str(answer.diagnoses)
+    assert answer.inputs[0].content == "1 file: 2 kernel lines, 1 event on 1 node, 1 XID"
+
+
 def test_other_text_without_stamps_is_no_kernel_log(tmp_path: Path) -> None:
     for name, content in (
         ("dmesg", "dmesg: read kernel buffer failed: Operation not permitted\n"),

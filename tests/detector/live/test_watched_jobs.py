@@ -3,6 +3,7 @@
 from rolecall.core.diagnosis import Fate
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
+from rolecall.detector.base.findings import LOG_FILE
 from rolecall.detector.live.engine import VANISHED_SECONDS
 from tests.detector.live.torchrun_job import WALL, Rank, TorchrunJob, job
 
@@ -105,3 +106,15 @@ def test_ranks_that_wait_for_each_other_are_named_once_each() -> None:
     (found,) = it.run(30.0)
     assert found.fault_class is FaultClass.CANNOT_TELL
     assert found.because.startswith("trainer/0 ranks 0-3 make no progress in step")
+
+
+def test_a_crash_names_the_step_of_the_exit_and_the_log() -> None:
+    """Fast steps pass between the newest sample and the exit."""
+    it = job(2)
+    it.ranks[1].step += 4
+    step = it.ranks[1].step
+    it.exits(it.ranks[1], signal="9", log_file="/logs/1/stderr.log")
+    it.ranks[1].step -= 4
+    (found,) = it.run(3.0)
+    assert f"process exited on signal 9 in step {step};" in found.because
+    assert [e.text for e in found.evidence if e.kind == LOG_FILE] == ["/logs/1/stderr.log"]

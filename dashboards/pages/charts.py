@@ -74,6 +74,8 @@ def curves(
     values = [p["value"] for points in lines.values() for p in points]
     low = min([0.0, *values] if zero else values)
     up = _rounded([low, low + HEADROOM * (max(values) - low)])
+    if "%" in figures:
+        up = up[0], min(up[1], max(1.0, *values))  # no share is above 100 %
     colours = (colour, SECOND, THIRD)
     is_line = max(map(len, lines.values())) > 1
     # A copy, because Streamlit may modify it.

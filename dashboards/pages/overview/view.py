@@ -381,11 +381,11 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     step, of = (f"{run.step + 1:,}" if run.step >= 0 else ""), f"of {run.num_steps:,}" if run.num_steps else "committed"
     rows = [
         ("step", step, of),
-        ("reward", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
+        ("reward of the newest step", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
         ("tokens per second", "" if rate is None else f"{rate:,.0f}", rated),
-        ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five"),
+        ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five steps"),
         ("policy version", "" if lags is None else str(lags[0]), behind),
-        ("ETTR", "" if account is None or account.ettr is None else f"{at_most}{100 * account.ettr:.1f} %", lost),
+        ("ETTR of the whole run", "" if account is None or account.ettr is None else f"{at_most}{100 * account.ettr:.1f} %", lost),
         *_observed_figures(snapshot),
     ]
     return [row for row in rows if row[1]]

@@ -6,6 +6,7 @@ state has a glyph, a name and a colour; colour is never the only cue. All text g
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from rolecall.core.text import escape, seconds
@@ -52,7 +53,8 @@ _CSS = """
 [data-testid="stMainBlockContainer"] { padding: 3.2rem 2rem 3rem; }
 [data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
 [data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
-.rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
+.rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: break-word; }
+[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] * { color: var(--soft) !important; }
 .rc a { color: light-dark(#1a56c4, #8ab4ff); }
 .rc-soft { color: var(--soft); }
 .rc-run { color: var(--soft); margin: 0; }
@@ -94,16 +96,17 @@ _CSS = """
 .rc-ranks { margin-top: .2rem; color: light-dark(#00694f, #4fd1a5); }
 .rc-bands { color: var(--soft); font-size: .9rem; margin: 0; } .rc-bands span { margin-right: 1rem; }
 .rc-bands b { color: #d1495b; }
+.rc-scroll { overflow-x: auto; }
 .rc-table { border-collapse: collapse; } .rc-table.wide { width: 100%; } .rc-table td, .rc-table th { text-align: left;
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
-.st-key-incidents-show, .rc-phone-cards { display: none; }
+.st-key-incidents-show, .rc-phone-cards, .rc-phone { display: none; }
 .rc-phone-cards div { position: relative; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
   margin-bottom: .5rem; background: var(--card); }
 .rc-phone-cards a { position: absolute; inset: 0; }
 .rc-sparks { display: flex; gap: .75rem; flex-wrap: wrap; }
-.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: 24rem; }
+.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: min(24rem, 100%); }
 .rc-sparks figcaption, .rc-sparks small { color: var(--soft); font-size: .85rem; } .rc-sparks b { font-size: 1.45rem; }
 .rc-sparks div { display: flex; align-items: flex-end; gap: 2px; height: 2.6rem; margin-top: .3rem; }
 .rc-sparks div i { flex: 1; min-height: 2px; max-width: 1.2rem; background: #3b7dd8; border-radius: 1px; }
@@ -115,8 +118,8 @@ _CSS = """
   "SERVER_LOST"; }
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 @media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 4.6rem 1rem 3rem; }
-  .rc-phone-cards { display: block; } .st-key-incidents-table, .st-key-incidents-sparks, .st-key-incidents-keys,
-  [class*="st-key-incidents-sparks"] { display: none; }
+  .rc-phone-cards, .rc-phone { display: block; }
+  .st-key-incidents-table, .st-key-incidents-keys, .st-key-fleet-table { display: none; }
   .rc-events tbody tr:nth-child(n+6) { display: none; }
   .rc-card dl { grid-template-columns: 5.6rem 1fr; column-gap: .5rem; } .rc-card dt { overflow-wrap: normal; }
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
@@ -175,17 +178,37 @@ def figures(rows: list[tuple[str, str, str]]) -> str:
     return f'<dl class="rc rc-figures">{parts}</dl>'
 
 
-def table(head: list[str], rows: list[list[str]], narrow: int = 0) -> str:
-    """A small table; numbers are right-aligned. The first `narrow` columns never wrap, and the rest
-    fills the page."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    text: str
+    url: str  # within the dashboard
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cell = str | Link
+
+
+def _cell_html(content: Cell) -> str:
+    text = escape(content)
+    return f'<a href="{escape(content.url)}" target="_self">{text}</a>' if isinstance(content, Link) else text
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], narrow: int = 0) -> str:
+    """A small table, which scrolls where the page is narrower; numbers are right-aligned. The first `narrow` columns
+    never wrap, and the rest fills the page."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     lines = []
     for row in rows:
-        kinds = ["w" if n < narrow else "n" if c[:1].isdigit() else "" for n, c in enumerate(row)]
+        kinds = ["w" if n < narrow else "n" if str(c)[:1].isdigit() else "" for n, c in enumerate(row)]
         cells = zip(kinds, row, strict=True)
-        lines.append("<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{escape(c)}</td>" for k, c in cells) + "</tr>")
+        lines.append(
+            "<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{_cell_html(c)}</td>" for k, c in cells) + "</tr>"
+        )
     wide = " wide" if narrow else ""
-    return f'<table class="rc rc-table{wide}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    inside = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="rc-scroll"><table class="rc rc-table{wide}">{inside}</table></div>'
 
 
 def state_line(kind: str, word: str, details: Sequence[str]) -> str:

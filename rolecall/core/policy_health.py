@@ -46,7 +46,8 @@ SIGNS = (
         name="clip_fraction_low",
         metric="clip_low_ratio",
         help="Trained tokens whose ratio was clipped from below",
-        normal="Usually a few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
+        normal="Usually a few percent, more in the first steps. Persistently more: the policy has diverged from the "
+        "sampler.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_high",
@@ -127,8 +128,8 @@ SIGNS = (
         name="truncated_fraction",
         metric="truncated_ratio",
         help="Share of these answers truncated at max_response_tokens",
-        normal="Often nearly all until the policy learns to stop, then a few percent. If it stays high, the reward scores "
-        "incomplete responses.",
+        normal="Often nearly all until the policy learns to stop, then a few percent. If it stays high, the reward "
+        "scores incomplete responses.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",

@@ -9,7 +9,6 @@ from dataclasses import replace
 import streamlit as st
 
 from rolecall.core.text import escape, seconds, utc
-from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import KIND_OF, step_of
@@ -18,8 +17,6 @@ from rolecall.dashboards.pages.shell import chosen_run
 from rolecall.dashboards.pages.style import sparkline
 
 ANY = ""
-SEVERITY_OPTIONS = tuple(f"{GLYPHS[level]} {level}" for level in SEVERITIES)
-SEVERITY_COLOURS = ("red", "orange", "blue")
 ROW_PIXELS = 58
 """Two lines of a diagnosis; a longer one is whole on the incident's page, and in the cell when it is opened."""
 SPARK_INCIDENTS, SPARK_MIN = 60, 3
@@ -111,6 +108,7 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
     if parts:
         with st.container(key="incidents-sparks"):
             st.html(f'<div class="rc rc-sparks">{"".join(parts)}</div>')
+            st.caption("From the estimated onset; the page Accounting counts from the injection where it is known.")
 
 
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
@@ -155,7 +153,7 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         "": st.column_config.TextColumn(width=24, help="The marked row: J, K, and O to open it"),
         "found after onset": st.column_config.TextColumn(help=FOUND_HELP),
         "verified after finding": st.column_config.TextColumn(help=VERIFIED_HELP),
-        "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
+        "severity": st.column_config.TextColumn(width=90),
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=190),
         "what": st.column_config.TextColumn(width=150),
         "opened (UTC)": st.column_config.TextColumn(width=105),
@@ -193,14 +191,14 @@ def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mappin
         cards.append(
             f'<div><a href="{escape(table.href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
             f'<span><i class="rc-{_kind(row)}">{escape(row.severity)}</i> {escape(row.words)} · {escape(when)}</span>'
-            f"<small>{escape(row.because, 200)}</small></div>"
+            f"<small>{escape(row.because)}</small></div>"
         )
     return f'<div class="rc rc-phone-cards">{"".join(cards)}</div>'
 
 
 def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> dict[str, object]:
     return {
-        "severity": [row.severity] if row.severity else [],
+        "severity": row.severity,
         "what": row.title,
         "state": row.words,
         "because": row.because,

@@ -25,7 +25,7 @@ from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.comparisons import comparison_chart, comparisons
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
-from rolecall.dashboards.pages.shell import RUN, chosen_run, other_runs, page, run_links
+from rolecall.dashboards.pages.shell import RUN, chosen_run, draw_chart, other_runs, page, run_links
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN
 from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
@@ -53,7 +53,8 @@ EVENTS_PER_PAGE = 100
 BODY_CHARS_MAX = 20_000
 """Of one event's JSON; a policy input contains the whole fleet."""
 REVIEW_HELP = (
-    "Was the diagnosis right? Signed-in users can record a review on the Accounting page, which computes the precision."
+    "Was the diagnosis right? `rolecall review` records the answer; for signed-in users the Accounting page does, too, "
+    "which computes the precision."
 )
 COST_HELP = (
     "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
@@ -202,7 +203,7 @@ def _timeline(whole: IncidentPageModel) -> None:
     if timeline.moments:
         axis = _axis(timeline)
         for n, chart in enumerate(incident_charts(timeline, axis, whole.run)):
-            st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
+            draw_chart(chart, key=f"incident-chart-{n}")
         st.caption("Times are relative to the onset")
         moments = [[str(m.number), _after(m.at - timeline.whole.zero), m.kind, m.words] for m in timeline.moments]
         st.html(small_table(["", "time", "event", "what"], moments, narrow=3))
@@ -224,7 +225,7 @@ def _evidence(reader: Reader, whole: IncidentPageModel, incident_id: str) -> Non
     axis = timeline.around or timeline.whole
     charts = incident_charts(timeline, axis, signals.signals)[1:] if timeline.moments else ()
     for n, chart in enumerate(charts):
-        st.altair_chart(chart, width="stretch", key=f"incident-signal-{n}")
+        draw_chart(chart, key=f"incident-signal-{n}")
     _legend(whole)
     if not charts:
         _comparisons(whole)
@@ -240,7 +241,7 @@ def _comparisons(whole: IncidentPageModel) -> None:
     """What the stored evidence has in numbers, where there are no series; and how to get series."""
     incident = whole.material.incident
     for n, found in enumerate(comparisons(incident.diagnosis) if incident is not None else ()):
-        st.altair_chart(comparison_chart(found), width="stretch", key=f"incident-comparison-{n}")
+        draw_chart(comparison_chart(found), key=f"incident-comparison-{n}")
     st.html(banner("note", "No series of the suspect and its peers.", advice=SERIES_ADVICE))
 
 

@@ -24,7 +24,7 @@ from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.page import worker
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
-from rolecall.dashboards.pages.shell import chosen_run, page
+from rolecall.dashboards.pages.shell import chosen_run, draw_chart, page
 from rolecall.dashboards.pages.style import (
     STATES,
     band_legend,
@@ -175,7 +175,7 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     if compact:
         st.caption("One square per replica, grouped by node. The table below names each of them.")
     elif any(c.incarnation > 1 for r in found for c in r.cells):
-        st.caption("#2: the replica's second incarnation, which took the place of the first.")
+        st.caption("#2: the second incarnation of a replica, started in place of the first.")
     if sum(len(r.cells) for r in found) > 1 and st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = sorted((c for r in found for c in r.cells), key=lambda c: view.SEVERITY[c.state])  # worst first
         counted = any(c.incarnation for c in cells)
@@ -221,7 +221,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                 lines = {title: points}
                 spec = charts.curves(lines, title, across=across, figures=form, zero=False, colour=colour)
                 with column:
-                    st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
+                    draw_chart(spec, charts.columns(lines, bands))
         if bands:
             st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
     _draw_evaluations(snapshot, bands)
@@ -256,7 +256,7 @@ def _draw_evaluations(snapshot: JournalSnapshot, bands: Sequence[charts.FaultBan
     for column, (title, of) in zip(st.columns(COLUMNS), drawn_lines, strict=False):
         with column:
             spec = charts.curves(of, title, across=across, zero=False, figures="~r")
-            st.vega_lite_chart(charts.columns(of, bands), spec, width="stretch")
+            draw_chart(spec, charts.columns(of, bands))
 
 
 @st.cache_resource(show_spinner=False)
@@ -315,11 +315,8 @@ def _draw_policy_health(curve: Sequence[Bucket], bands: Sequence[charts.FaultBan
     for row in range(0, len(panels), COLUMNS):
         for column, (panel, lines) in zip(st.columns(COLUMNS), panels[row : row + COLUMNS], strict=False):
             with column:
-                st.vega_lite_chart(
-                    charts.columns(lines, bands),
-                    charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero),
-                    width="stretch",
-                )
+                spec = charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero)
+                draw_chart(spec, charts.columns(lines, bands))
                 st.caption(panel.normal(lines))
 
 

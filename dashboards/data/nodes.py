@@ -261,7 +261,7 @@ def fleet_rows(
             node, here, dead, still_open, past.record, known, FleetMetrics() if ended else live, in_month, medians[2]
         )
         if health is NodeHealth.HEALTHY:
-            because = _in_use_because(found, past.record)
+            because = _in_use_because([i for i in found if i.opened_at >= now - MONTH], past.record)
         rows.append(
             NodeRow(
                 node=node,
@@ -334,7 +334,7 @@ def _health(
 
 
 def _in_use_because(found: Sequence[Incident], record: NodeRecord) -> str:
-    """Why a node that was suspect is in use; empty if it never was."""
+    """Why a node that was suspect is in use; empty if it was not. `found`: its incidents."""
     newest = max(found, key=lambda i: i.opened_at, default=None)
     if newest is None:
         return ""

@@ -139,7 +139,7 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: J
             column_config={"why": st.column_config.TextColumn(width="large")},
         )
     phone = [[plain(r.node), r.status, str(r.in_month), plain(r.because)] for r in rows[:PHONE_NODES]]
-    st.html(f'<div class="rc-phone">{small_table(["node", "health", "30 d", "why"], phone)}</div>')
+    st.html(f'<div class="rc-phone">{small_table(["node", "health", "30 d", "why"], phone, narrow=1)}</div>')
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
         f"{fleet.median_month:g} in 30 days."
@@ -279,7 +279,7 @@ def _incident_table(found: Sequence[Incident]) -> str:
         ]
         for i in found
     ]
-    return small_table(["opened (UTC)", "incident", "class", "status", "diagnosis"], rows)
+    return small_table(["opened (UTC)", "incident", "class", "status", "diagnosis"], rows, stack=True)
 
 
 def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:

@@ -54,7 +54,7 @@ _CSS = """
 [data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
 [data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
 .rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: break-word; }
-[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] * { color: var(--soft) !important; }
+[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] * { color: var(--soft) !important; opacity: 1 !important; }
 .rc a { color: light-dark(#1a56c4, #8ab4ff); }
 .rc-soft { color: var(--soft); }
 .rc-run { color: var(--soft); margin: 0; }
@@ -125,6 +125,8 @@ _CSS = """
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
+  .rc-table.stack thead { display: none; } .rc-table.stack td { display: block; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
   [data-testid="stVerticalBlock"]:has(> .st-key-incidents-show input:checked) > div > .st-key-incidents-filters,
   [data-testid="stVerticalBlock"]:has(.st-key-incidents-show input:checked) .st-key-incidents-filters { display: flex; } }
@@ -195,18 +197,20 @@ def _cell_html(content: Cell) -> str:
     return f'<a href="{escape(content.url)}" target="_self">{text}</a>' if isinstance(content, Link) else text
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], narrow: int = 0) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], narrow: int = 0, *, stack: bool = False) -> str:
     """A small table, which scrolls where the page is narrower; numbers are right-aligned. The first `narrow` columns
-    never wrap, and the rest fills the page."""
+    never wrap, and the rest fills the page. `stack`: on a phone the cells of a row stand below each other."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     lines = []
     for row in rows:
-        kinds = ["w" if n < narrow else "n" if str(c)[:1].isdigit() else "" for n, c in enumerate(row)]
+        kinds = [
+            "w" if n < narrow else "n" if str(c).removeprefix("< ")[:1].isdigit() else "" for n, c in enumerate(row)
+        ]
         cells = zip(kinds, row, strict=True)
         lines.append(
             "<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{_cell_html(c)}</td>" for k, c in cells) + "</tr>"
         )
-    wide = " wide" if narrow else ""
+    wide = (" wide" if narrow else "") + (" stack" if stack else "")
     inside = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'<div class="rc-scroll"><table class="rc rc-table{wide}">{inside}</table></div>'
 

@@ -268,7 +268,7 @@ def _actions(entries: Sequence[ActionLogEntry]) -> None:
         [utc(e.at), e.what, e.because, e.by, e.result, Link(e.incident_id, href(e.incident_id, run))]
         for e in entries[:ACTIONS_SHOWN]
     ]
-    st.html(table(["started", "action", "because", "by", "result", "incident"], rows))
+    st.html(table(["started", "action", "because", "by", "result", "incident"], rows, stack=True))
     if len(entries) > ACTIONS_SHOWN:
         st.text(f"and {len(entries) - ACTIONS_SHOWN:,} older")
 

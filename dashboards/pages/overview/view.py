@@ -283,7 +283,7 @@ def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
 def _beyond(reason: str, diagnoses: Iterable[str]) -> str:
     """A reason without the diagnosis, which the opening of the incident gives."""
     for diagnosis in diagnoses:
-        reason = reason.replace(diagnosis, "")
+        reason = reason.replace(f"{diagnosis}; ", "").replace(diagnosis, "")
     return reason.strip(" :;,")
 
 

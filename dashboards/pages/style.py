@@ -47,6 +47,12 @@ LOST_TITLE = """<script>window.rolecallTitle ??= setInterval(() => {
 }, 1000)</script>"""
 """Without it the tab keeps the last known state while the server is gone. The next draw of the page sets it again."""
 
+CLOSE_MENU = """<script>window.rolecallMenu ??= (document.addEventListener("click", event => {
+  if (matchMedia("(max-width: 767px)").matches && event.target.closest('[data-testid="stSidebar"] a'))
+    document.querySelector('[data-testid="stSidebarCollapseButton"] button')?.click();
+}), true)</script>"""
+"""On a phone the menu covers the page; a link in it closes it."""
+
 _CSS = """
 :root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
   --card: light-dark(#ffffff, #171b20); --shade: light-dark(#f5f7f9, #1b2026); }

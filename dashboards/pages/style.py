@@ -4,6 +4,7 @@ Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the p
 state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ _CSS = """
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
   .rc-table.stack thead { display: none; } .rc-table.stack td { display: block; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack td::before { content: attr(data-h); display: inline-block; width: 6.5rem; color: var(--soft); }
   .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
   [data-testid="stVerticalBlock"]:has(> .st-key-incidents-show input:checked) > div > .st-key-incidents-filters,
@@ -198,6 +200,9 @@ class Link:
 Cell = str | Link
 
 
+_NUMBER = re.compile(r"(< )?\d[\d.,]*( (\d+|s|min|h|d|%))*")
+
+
 def _cell_html(content: Cell) -> str:
     text = escape(content)
     return f'<a href="{escape(content.url)}" target="_self">{text}</a>' if isinstance(content, Link) else text
@@ -205,16 +210,16 @@ def _cell_html(content: Cell) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], narrow: int = 0, *, stack: bool = False) -> str:
     """A small table, which scrolls where the page is narrower; numbers are right-aligned. The first `narrow` columns
-    never wrap, and the rest fills the page. `stack`: on a phone the cells of a row stand below each other."""
+    never wrap, and the rest fills the page. `stack`: on a phone the cells of a row stand below each other, with
+    their headings."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
+    heads_of_cells = [f' data-h="{escape(h)}"' if stack else "" for h in head]
     lines = []
     for row in rows:
-        kinds = [
-            "w" if n < narrow else "n" if str(c).removeprefix("< ")[:1].isdigit() else "" for n, c in enumerate(row)
-        ]
-        cells = zip(kinds, row, strict=True)
+        kinds = ["w" if n < narrow else "n" if _NUMBER.fullmatch(str(c)) else "" for n, c in enumerate(row)]
+        cells = zip(heads_of_cells, kinds, row, strict=True)
         lines.append(
-            "<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{_cell_html(c)}</td>" for k, c in cells) + "</tr>"
+            "<tr>" + "".join(f"<td{h}{f' class={k}' if k else ''}>{_cell_html(c)}</td>" for h, k, c in cells) + "</tr>"
         )
     wide = (" wide" if narrow else "") + (" stack" if stack else "")
     inside = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"

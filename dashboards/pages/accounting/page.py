@@ -52,6 +52,7 @@ TICKS_MAX = 8
 VALUES_MAX = 24
 """Bars that have their value written into them; of more the names would overlap."""
 BAR_INK = "#0b1016"
+ETTR_PIXELS = 180
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
@@ -248,25 +249,28 @@ def _ettr_chart(slices: Sequence[Slice], width: str) -> Any:
     ]
     # Explicit, because Vega first renders without data and warns about an empty extent.
     across = [1000.0 * slices[0].start, 1000.0 * slices[-1].end]
-    of_rows = alt.Chart(alt.Data(values=rows))
-    bars = of_rows.mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE).encode(
-        x=alt.X("start:Q", title="time (UTC)", scale=alt.Scale(domain=across), axis=_times(slices)),
+    scale, axis = alt.Scale(domain=across, nice=False), _times(slices)
+    drawn = alt.Chart(alt.Data(values=rows))
+    bars = drawn.mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE).encode(
+        x=alt.X("start:Q", title="time (UTC)", scale=scale, axis=axis),
         x2="end:Q",
-        y=alt.Y("ETTR:Q", axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1]), scale=alt.Scale(domain=[0, 1])),
+        y=alt.Y(
+            "ETTR:Q",
+            title=None,
+            axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1], labelExpr=charts.SPACED_PERCENT),
+            scale=alt.Scale(domain=[0, 1]),
+        ),
         y2=alt.datum(0),
-        tooltip=[
-            "from (UTC):N",
-            alt.Tooltip("ETTR:Q", format=".1%"),
-            "steps:Q",
-            "incidents:Q",
-            "lost seconds:Q",
-        ],
+        tooltip=["from (UTC):N", alt.Tooltip("ETTR:Q", format=".1%"), "steps:Q", "incidents:Q", "lost seconds:Q"],
     )
-    values = of_rows.mark_text(baseline="bottom", dy=-4, color=BAR_INK).encode(
-        x="middle:Q", y=alt.datum(0), text="value:N"
+    values = drawn.mark_text(baseline="bottom", color=BAR_INK).encode(
+        x=alt.X("middle:Q", title="time (UTC)", scale=scale, axis=axis),
+        y=alt.value(ETTR_PIXELS - 4),
+        text="value:N",
     )
     title = alt.TitleParams(f"ETTR by {width}", anchor="start", fontSize=13, fontWeight=600)
-    return alt.layer(bars, *([values] if len(rows) <= VALUES_MAX else [])).properties(height=180, title=title)
+    layers = (bars, values) if len(rows) <= VALUES_MAX else (bars,)
+    return alt.layer(*layers).properties(height=ETTR_PIXELS, title=title)
 
 
 def _times(slices: Sequence[Slice]) -> Any:
@@ -331,7 +335,7 @@ def _speed(statistics: IncidentStatistics) -> None:
             for d in statistics.detection
         ]  # fmt: skip
         heads = ["within the goal", "detected by", "goal", "median", "worst", "n", "measured from"]
-        st.html(small_table(heads, rows))
+        st.html(small_table(heads, rows, stack=True))
         st.caption(
             "Until the finding, when the detectors were certain: from the injection where its time is known, else from "
             "the estimated onset. The page Incidents always counts from the onset. "

@@ -208,7 +208,7 @@ def test_every_command_that_is_shown_is_one_of_the_command_line(
 
 
 def test_actions_that_were_begun_with_who_approved_them_and_their_result() -> None:
-    done = (K.ACTION_DONE, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
+    done = (K.ACTION_DONE, {"digest": PLAN.digest})
     assert performed(_incidents(OPENED, MADE)) == ()
     (begun,) = performed(_incidents(OPENED, MADE, STARTED))
     assert (begun.incident_id, begun.what, begun.by, begun.result) == ("i-1", PLAN.intent, "rolecall", "in progress")

@@ -16,7 +16,7 @@ from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.charts import CLASS_COLOURS
-from rolecall.dashboards.pages.incidents.table import href
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.overview import view

@@ -23,7 +23,7 @@ from rolecall.dashboards.pages.accounting.statistics import (
     reviewable,
 )
 from rolecall.dashboards.pages.accounting.worker import AccountingSnapshot, AccountingWorker, IncidentStatistics
-from rolecall.dashboards.pages.incidents.table import href
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,
     OperatorCommandKind,

@@ -13,6 +13,7 @@ from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.incidents import table
+from rolecall.dashboards.pages.links import INCIDENT, href
 from rolecall.dashboards.pages.shell import chosen_run
 from rolecall.dashboards.pages.style import sparkline
 
@@ -59,7 +60,7 @@ def draw(reader: Reader, snapshot: JournalSnapshot) -> None:
 
 def _filters(offered: table.Choices) -> table.Filter:
     """The filter widgets, synchronized with the URL in both directions."""
-    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
+    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != INCIDENT})
     st.toggle("Filters", key="incidents-show")  # on a phone only (style.py)
     with st.container(horizontal=True, key="incidents-filters", gap="xsmall"):
         text = st.text_input("Search", before.text, key="incidents-text", width=180, placeholder="any column")
@@ -144,7 +145,7 @@ def _mark(number: int) -> None:
 
 
 def open_page(incident_id: str) -> None:
-    st.query_params[table.INCIDENT] = incident_id
+    st.query_params[INCIDENT] = incident_id
     st.rerun()
 
 
@@ -189,7 +190,7 @@ def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mappin
         when = f"open for {age(row.open_seconds(now))}" if row.is_open else utc(row.opened_at)
         name = escape(row.title or row.incident_id, 200)
         cards.append(
-            f'<div><a href="{escape(table.href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
+            f'<div><a href="{escape(href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
             f'<span><i class="rc-{_kind(row)}">{escape(row.severity)}</i> {escape(row.words)} · {escape(when)}</span>'
             f"<small>{escape(row.because)}</small></div>"
         )
@@ -202,7 +203,7 @@ def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> d
         "what": row.title,
         "state": row.words,
         "because": row.because,
-        "link": table.href(row.incident_id, run),
+        "link": href(row.incident_id, run),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
         "found after onset": seconds(row.found_seconds, ""),
         "verified after finding": seconds(row.verified_seconds, ""),

@@ -18,13 +18,14 @@ from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
 from rolecall.dashboards.data.run_state import step_of
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents import listing, table, view
+from rolecall.dashboards.pages.incidents import listing, view
 from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.comparisons import comparison_chart, comparisons
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
+from rolecall.dashboards.pages.links import INCIDENT, href
 from rolecall.dashboards.pages.shell import RUN, chosen_run, draw_chart, other_runs, page, run_links
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN
 from rolecall.dashboards.pages.style import banner, card
@@ -40,7 +41,7 @@ SEARCHED_MAX = 50
 
 
 def show() -> None:
-    wanted = st.query_params.get(table.INCIDENT)
+    wanted = st.query_params.get(INCIDENT)
     if wanted:
         back()
         page("Incident", lambda r, snapshot: draw(r, snapshot, wanted))
@@ -70,7 +71,7 @@ def _cache(journal_url: str) -> IncidentPageCache:
 def back() -> None:
     """Back to the table, with the filters in the URL."""
     if st.button("All incidents", icon=":material/arrow_back:", key="incident-back", shortcut="esc", type="tertiary"):
-        del st.query_params[table.INCIDENT]
+        del st.query_params[INCIDENT]
         st.rerun()
 
 
@@ -124,7 +125,7 @@ def _unknown(reader: Reader, incident_id: str) -> None:
         done[incident_id] = _search(others, incident_id)
     found, unread = done[incident_id]
     st.text("It is in:" if found else "No other run has it.")
-    st.html(run_links({RUN: name, table.INCIDENT: incident_id} for name in found))
+    st.html(run_links({RUN: name, INCIDENT: incident_id} for name in found))
     if unread:
         st.text(plain(f"Not readable: {', '.join(unread)}", 600))
 
@@ -168,7 +169,7 @@ def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief
 def _earlier(incident: Incident | None, earlier: Sequence[Incident]) -> None:
     rows = [
         {
-            "link": table.href(i.incident_id, chosen_run()),
+            "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
             "fault": str(i.diagnosis.fault_class).replace("_", " "),
             "outcome": str(i.outcome or i.state).replace("_", " "),

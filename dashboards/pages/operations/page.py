@@ -10,7 +10,7 @@ from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import unwatched_words
-from rolecall.dashboards.pages.incidents.table import href
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,

@@ -132,8 +132,8 @@ _CSS = """
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
-  .rc-table.stack thead { display: none; } .rc-table.stack td { display: block; border: 0; padding: 0; text-align: left; }
-  .rc-table.stack td::before { content: attr(data-h); display: inline-block; width: 6.5rem; color: var(--soft); }
+  .rc-table.stack thead { display: none; } .rc-table.stack td { display: flex; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack td::before { content: attr(data-h); flex: none; width: 6.5rem; color: var(--soft); }
   .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
   [data-testid="stVerticalBlock"]:has(> .st-key-incidents-show input:checked) > div > .st-key-incidents-filters,

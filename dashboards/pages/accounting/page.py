@@ -129,10 +129,11 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
         st.text(plain(note))
     head = audit.journal.position
     when = f" {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
-    st.text(
-        f"Audited{when}: {head:,} events of the journal, {audit.ledger.head.position:,} entries of the ledger and "
-        f"{audit.num_anchors:,} anchors (heads of the ledger that are recorded elsewhere)."
+    ledger = (
+        f", {counted(audit.ledger.head.position, 'entry', 'entries')} of the ledger and "
+        f"{counted(audit.num_anchors, 'anchor')} (heads of the ledger that are recorded elsewhere)"
     )
+    st.text(f"Audited{when}: {counted(head, 'event')} of the journal{ledger if accounts.has_ledger else ''}.")
     st.button(
         "Audit again",
         key="accounting.again",

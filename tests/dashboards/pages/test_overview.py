@@ -159,6 +159,12 @@ def test_letters_of_bands_that_would_overlap_are_one_label() -> None:
     assert "the last" not in band_legend([(b.key, b.title) for b in bands], 3)
 
 
+def test_a_finished_run_names_its_steps_once(fake_run: RunDir) -> None:
+    look = first_snapshot(Settings(journal_url=fake_run.database_url, run=fake_run))
+    look.projection.ended = "120 steps"
+    assert run_state(look).details == ("step 120",)
+
+
 def test_a_finished_run_says_how_it_ended(fake_run: RunDir) -> None:
     page = text(drawn(Settings(journal_url=fake_run.database_url, run=fake_run)))
     assert "Run completed" in page and "all 120 steps are committed" in page

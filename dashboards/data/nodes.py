@@ -4,8 +4,7 @@ A node is lost if an open incident says so, its agent cannot be scraped, or ever
 open incident or one of its GPUs reports broken hardware or network; suspect if an open incident names a replica on it
 or one of its replicas is lost. A fatal XID marks a node until a burn-in on it has passed or an operator has returned it
 to service. A healthy node with more than `OFTEN_TIMES` the fleet median of incidents in 30 days (and at least
-`OFTEN_MIN`) is marked as frequently faulty. After the end of a run no node is called healthy: nothing observes it for
-this run.
+`OFTEN_MIN`) is marked as frequently faulty. After the end of a run the health is the last that is known.
 """
 
 import re
@@ -25,6 +24,7 @@ from rolecall.dashboards.data.incident_titles import title
 from rolecall.recovery.fleet_view import DEAD, FleetView, ReplicaView
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
+from rolecall.recovery.policy import leaves_node
 from rolecall.views.observed_ranks import ObservedRank
 
 HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
@@ -46,7 +46,6 @@ class NodeHealth(StrEnum):
     XID = "XID not cleared"
     QUARANTINED = "quarantined"
     OFTEN = "frequent faults"
-    ENDED = "run ended"
     IDLE = "idle"
     HEALTHY = "healthy"
 
@@ -58,10 +57,10 @@ GLYPHS: Mapping[NodeHealth, str] = {
     NodeHealth.XID: "▼",
     NodeHealth.QUARANTINED: "■",
     NodeHealth.OFTEN: "△",
-    NodeHealth.ENDED: "·",
     NodeHealth.IDLE: "○",
     NodeHealth.HEALTHY: "●",
 }
+AT_THE_END = " at the end"
 _ORDER = tuple(NodeHealth)
 _K = EventKind
 _WHAT: Mapping[EventKind, str] = {
@@ -103,10 +102,11 @@ class NodeRow:
     changed_at: float | None
     codes: tuple[XidOccurrence, ...]
     past: NodeHistory
+    ended: bool = False  # the run is over, and this was the health at its end
 
     @property
     def status(self) -> str:
-        return f"{GLYPHS[self.health]} {self.health}"
+        return f"{GLYPHS[self.health]} {self.health}{AT_THE_END if self.ended else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,12 +256,12 @@ def fleet_rows(
         in_hour, in_day, in_month = counts[node]
         still_open = [i for i in found if i.state is not IncidentState.CLOSED]
         known = tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0)))
-        dead = () if ended else tuple(r for r in here if is_dead(r))
+        dead = tuple(r for r in here if (r.state is ReplicaState.LOST if ended else is_dead(r)))
         health, because = _health(
             node, here, dead, still_open, past.record, known, FleetMetrics() if ended else live, in_month, medians[2]
         )
-        if ended and health in (NodeHealth.IDLE, NodeHealth.HEALTHY):
-            health, because = NodeHealth.ENDED, ""
+        if health is NodeHealth.HEALTHY:
+            because = _in_use_because([i for i in found if i.opened_at >= now - MONTH], past.record)
         rows.append(
             NodeRow(
                 node=node,
@@ -275,6 +275,7 @@ def fleet_rows(
                 changed_at=max((r.changed_at for r in here if r.changed_at), default=None),
                 codes=known,
                 past=past,
+                ended=ended,
             )
         )
     rows.sort(key=lambda r: (_ORDER.index(r.health), -r.in_month, natural(r.node)))
@@ -330,6 +331,21 @@ def _health(
     if not replicas:
         return NodeHealth.IDLE, "no replica runs on it"
     return NodeHealth.HEALTHY, ""
+
+
+def _in_use_because(found: Sequence[Incident], record: NodeRecord) -> str:
+    """Why a node that was suspect is in use; empty if it was not. `found`: its incidents."""
+    newest = max(found, key=lambda i: i.opened_at, default=None)
+    if newest is None:
+        return ""
+    what = f"{title(newest)}: {str(newest.outcome or newest.state).replace('_', ' ')}"
+    if record.returned_at is not None and record.returned_at > newest.opened_at:
+        return f"{what}; {record.returned_by} returned the node to service"
+    if any(b.result.passed and b.at > newest.opened_at for b in record.burn_ins):
+        return f"{what}; the node passed a burn-in"
+    if leaves_node(newest.diagnosis):
+        return f"{what}; the node is not quarantined"
+    return f"{what}; the fault was the replica's, not the node's"
 
 
 def _named(replicas: Sequence[ReplicaView]) -> str:

@@ -68,6 +68,8 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
     mode = f"mode {snapshot.mode}" if snapshot.mode and not run.ended else ""
     mode += ": no action is taken" if snapshot.mode == MODE_OBSERVE and mode else ""
     because = snapshot.projection.ended or "" if run.ended else ""
+    if because == f"{run.step + 1} steps":
+        because = ""  # the step says it
     details = tuple(filter(None, (counted, unwatched, step, because, took, mode)))
     return RunState(kind=kind, word=word, details=details, num_open=num)
 

@@ -34,6 +34,8 @@ LABEL_SHARE = 0.05
 """Share of the axis that the letter of a band takes."""
 HEADROOM = 1.2
 """Room for the letters above the lines."""
+SPACED_PERCENT = "replace(datum.label, '%', ' %')"
+"""Labels of an axis as in texts: `20 %`."""
 Extent = tuple[float, float]
 T = TypeVar("T")
 
@@ -74,6 +76,8 @@ def curves(
     values = [p["value"] for points in lines.values() for p in points]
     low = min([0.0, *values] if zero else values)
     up = _rounded([low, low + HEADROOM * (max(values) - low)])
+    if "%" in figures:
+        up = up[0], min(up[1], max(1.0, *values))  # no share is above 100 %
     colours = (colour, SECOND, THIRD)
     is_line = max(map(len, lines.values())) > 1
     # A copy, because Streamlit may modify it.
@@ -99,7 +103,9 @@ def _spec(
     bands = every.transform_filter("isValid(datum.until)").encode(x=at, tooltip=alt.Tooltip("fault:N", title="fault"))
     base = every.transform_filter("isValid(datum.value)").encode(
         x=at,
-        y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
+        y=alt.Y(
+            "value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, labelExpr=SPACED_PERCENT, **axis)
+        ),
         color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours[: len(names)]), legend=legend),
         tooltip=[
             alt.Tooltip("step:Q", format=","),

@@ -16,18 +16,20 @@ from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.charts import CLASS_COLOURS
-from rolecall.dashboards.pages.incidents.table import href
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import chosen_run, data_table, page
-from rolecall.dashboards.pages.style import STATES, cell, class_of
+from rolecall.dashboards.pages.style import STATES, Cell, Link, cell, class_of
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
+PHONE_NODES = 50
+"""Nodes of the shorter table that a phone shows (style.py), the worst."""
 HEAT_SHARES = (30, 55, 100)
 """Percent of the colour with one, two, and more incidents: the same scale for every run."""
 LISTED_INCIDENTS, LISTED_PIXELS = 8, 420
@@ -84,7 +86,10 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         st.text("The journal contains no nodes yet.")
         return
     counts = [(health, fleet.count(health)) for health in nodes.NodeHealth]
-    parts = "".join(f"<span>{nodes.GLYPHS[health]} <b>{num:,}</b> {health}</span>" for health, num in counts if num)
+    when = nodes.AT_THE_END if snapshot.projection.ended is not None else ""
+    parts = "".join(
+        f"<span>{nodes.GLYPHS[health]} <b>{num:,}</b> {health}{when}</span>" for health, num in counts if num
+    )
     st.html(f'<div class="rc rc-role"><p><b>{counted(len(fleet.rows), "node")}</b> {parts}</p></div>')
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, seen.answer or FleetMetrics(), now, snapshot)
@@ -128,10 +133,13 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: J
         "last change": [_since(r.changed_at, now, ended=snapshot.projection.ended is not None) for r in rows],
         "replicas": [len(r.replicas) or "" for r in rows],
     }
-    data_table(
-        {name: values for name, values in columns.items() if any(v != "" for v in values)},
-        column_config={"why": st.column_config.TextColumn(width="large")},
-    )
+    with st.container(key="fleet-table"):
+        data_table(
+            {name: values for name, values in columns.items() if any(v != "" for v in values)},
+            column_config={"why": st.column_config.TextColumn(width="large")},
+        )
+    phone = [[plain(r.node), r.status, str(r.in_month), plain(r.because)] for r in rows[:PHONE_NODES]]
+    st.html(f'<div class="rc-phone">{small_table(["node", "health", "30 d", "why"], phone, narrow=1)}</div>')
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
         f"{fleet.median_month:g} in 30 days."
@@ -260,22 +268,18 @@ def _replicas(row: nodes.NodeRow, snapshot: JournalSnapshot) -> str:
 
 def _incident_table(found: Sequence[Incident]) -> str:
     """Each incident with a link to its page."""
-    run, lines = chosen_run(), []
-    for i in found:
-        link = escape(href(i.incident_id, run), 500)
-        cells = (
-            escape(_when(i.opened_at)),
-            f'<a href="{link}" target="_self">{escape(i.incident_id, 100)}</a>',
-            escape(in_words(i.diagnosis.fault_class)),
-            escape(in_words(i.outcome or i.state)),
-            escape(i.diagnosis.because, 600),
-        )
-        lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
-    heads = "".join(f"<th scope=col>{c}</th>" for c in ("opened (UTC)", "incident", "class", "status", "diagnosis"))
-    return (
-        f'<div class="rc" style="overflow-x:auto"><table class="rc-table wide"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
+    run = chosen_run()
+    rows: list[list[Cell]] = [
+        [
+            _when(i.opened_at),
+            Link(i.incident_id, href(i.incident_id, run)),
+            in_words(i.diagnosis.fault_class),
+            in_words(i.outcome or i.state),
+            i.diagnosis.because,
+        ]
+        for i in found
+    ]
+    return small_table(["opened (UTC)", "incident", "class", "status", "diagnosis"], rows, stack=True)
 
 
 def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:

@@ -24,7 +24,7 @@ from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
-from rolecall.dashboards.pages.style import LOST_TITLE, banner, css
+from rolecall.dashboards.pages.style import CLOSE_MENU, LOST_TITLE, banner, css
 from rolecall.dashboards.settings import Settings, current
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,8 @@ def _no_such_run() -> bool:
     if not named or (served is not None and (named == served.run_id or _is_run(served, named))):
         return False
     st.html(css())
-    st.title("No such run", anchor=False)
+    with st.container(horizontal=True):
+        st.title("No such run", anchor=False)
     if served is None:
         st.html(banner("bad", f"Run {named} cannot be shown.", "This dashboard shows one journal and no other run."))
         return True
@@ -176,7 +177,7 @@ def gate(pages: Sequence[Page]) -> bool:
             for link in pages:
                 st.page_link(link, query_params=chosen_run(), width="stretch")
         _switcher()
-        st.sidebar.html(LOST_TITLE, unsafe_allow_javascript=True)  # a constant
+        st.sidebar.html(LOST_TITLE + CLOSE_MENU, unsafe_allow_javascript=True)  # constants
         return True
     st.title("rolecall")
     sidebar(journal_reader)
@@ -239,6 +240,19 @@ def _drawn(journal_reader: Reader, snapshot: JournalSnapshot, draw: Callable[[Re
 def data_table(columns: Mapping[str, Sequence[object]], **options: Any) -> None:
     """A table as wide as the page. `columns`: heading -> values; `options`: of `st.dataframe`."""
     st.dataframe(columns, hide_index=True, width="stretch", **options)
+
+
+AXIS_INK = {"light": "#55616f", "dark": "#a3afbb"}
+"""Of the numbers and names at an axis: Streamlit's own has a contrast of 3.6:1 on white. As `--soft` in style.py."""
+
+
+def draw_chart(chart: Any, data: Mapping[str, Sequence[object]] | None = None, key: str | None = None) -> None:
+    """A chart as wide as its place. `chart`: of altair, or its specification, whose data is then `data`."""
+    spec = dict(chart) if isinstance(chart, Mapping) else chart.to_dict()
+    ink = AXIS_INK["dark" if st.context.theme.type == "dark" else "light"]
+    config = spec.get("config", {})
+    inked = {part: {**config.get(part, {}), "labelColor": ink, "titleColor": ink} for part in ("axis", "legend")}
+    st.vega_lite_chart(data, {**spec, "config": {**config, **inked}}, width="stretch", key=key)
 
 
 def show_error(snapshot: JournalSnapshot) -> None:

@@ -4,8 +4,10 @@ Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the p
 state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
+import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from rolecall.core.text import escape, seconds
@@ -46,13 +48,20 @@ LOST_TITLE = """<script>window.rolecallTitle ??= setInterval(() => {
 }, 1000)</script>"""
 """Without it the tab keeps the last known state while the server is gone. The next draw of the page sets it again."""
 
+CLOSE_MENU = """<script>window.rolecallMenu ??= (document.addEventListener("click", event => {
+  if (matchMedia("(max-width: 767px)").matches && event.target.closest('[data-testid="stSidebar"] a'))
+    document.querySelector('[data-testid="stSidebarCollapseButton"] button')?.click();
+}), true)</script>"""
+"""On a phone the menu covers the page; a link in it closes it."""
+
 _CSS = """
 :root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
   --card: light-dark(#ffffff, #171b20); --shade: light-dark(#f5f7f9, #1b2026); }
 [data-testid="stMainBlockContainer"] { padding: 3.2rem 2rem 3rem; }
 [data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
 [data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
-.rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
+.rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: break-word; }
+[data-testid="stCaptionContainer"], [data-testid="stCaptionContainer"] * { color: var(--soft) !important; opacity: 1 !important; }
 .rc a { color: light-dark(#1a56c4, #8ab4ff); }
 .rc-soft { color: var(--soft); }
 .rc-run { color: var(--soft); margin: 0; }
@@ -94,16 +103,17 @@ _CSS = """
 .rc-ranks { margin-top: .2rem; color: light-dark(#00694f, #4fd1a5); }
 .rc-bands { color: var(--soft); font-size: .9rem; margin: 0; } .rc-bands span { margin-right: 1rem; }
 .rc-bands b { color: #d1495b; }
+.rc-scroll { overflow-x: auto; }
 .rc-table { border-collapse: collapse; } .rc-table.wide { width: 100%; } .rc-table td, .rc-table th { text-align: left;
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
-.st-key-incidents-show, .rc-phone-cards { display: none; }
+.st-key-incidents-show, .rc-phone-cards, .rc-phone { display: none; }
 .rc-phone-cards div { position: relative; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
   margin-bottom: .5rem; background: var(--card); }
 .rc-phone-cards a { position: absolute; inset: 0; }
 .rc-sparks { display: flex; gap: .75rem; flex-wrap: wrap; }
-.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: 24rem; }
+.rc-sparks figure { margin: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; min-width: min(24rem, 100%); }
 .rc-sparks figcaption, .rc-sparks small { color: var(--soft); font-size: .85rem; } .rc-sparks b { font-size: 1.45rem; }
 .rc-sparks div { display: flex; align-items: flex-end; gap: 2px; height: 2.6rem; margin-top: .3rem; }
 .rc-sparks div i { flex: 1; min-height: 2px; max-width: 1.2rem; background: #3b7dd8; border-radius: 1px; }
@@ -115,13 +125,16 @@ _CSS = """
   "SERVER_LOST"; }
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 @media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 4.6rem 1rem 3rem; }
-  .rc-phone-cards { display: block; } .st-key-incidents-table, .st-key-incidents-sparks, .st-key-incidents-keys,
-  [class*="st-key-incidents-sparks"] { display: none; }
+  .rc-phone-cards, .rc-phone { display: block; }
+  .st-key-incidents-table, .st-key-incidents-keys, .st-key-fleet-table { display: none; }
   .rc-events tbody tr:nth-child(n+6) { display: none; }
   .rc-card dl { grid-template-columns: 5.6rem 1fr; column-gap: .5rem; } .rc-card dt { overflow-wrap: normal; }
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
+  .rc-table.stack thead { display: none; } .rc-table.stack td { display: flex; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack td::before { content: attr(data-h); flex: none; width: 6.5rem; color: var(--soft); }
+  .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
   [data-testid="stVerticalBlock"]:has(> .st-key-incidents-show input:checked) > div > .st-key-incidents-filters,
   [data-testid="stVerticalBlock"]:has(.st-key-incidents-show input:checked) .st-key-incidents-filters { display: flex; } }
@@ -175,17 +188,42 @@ def figures(rows: list[tuple[str, str, str]]) -> str:
     return f'<dl class="rc rc-figures">{parts}</dl>'
 
 
-def table(head: list[str], rows: list[list[str]], narrow: int = 0) -> str:
-    """A small table; numbers are right-aligned. The first `narrow` columns never wrap, and the rest
-    fills the page."""
+@dataclass(frozen=True, slots=True)
+class Link:
+    text: str
+    url: str  # within the dashboard
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cell = str | Link
+
+
+_NUMBER = re.compile(r"(< )?\d[\d.,]*( (\d+|s|min|h|d|%))*")
+
+
+def _cell_html(content: Cell) -> str:
+    text = escape(content)
+    return f'<a href="{escape(content.url)}" target="_self">{text}</a>' if isinstance(content, Link) else text
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], narrow: int = 0, *, stack: bool = False) -> str:
+    """A small table, which scrolls where the page is narrower; numbers are right-aligned. The first `narrow` columns
+    never wrap, and the rest fills the page. `stack`: on a phone the cells of a row stand below each other, with
+    their headings."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
+    heads_of_cells = [f' data-h="{escape(h)}"' if stack else "" for h in head]
     lines = []
     for row in rows:
-        kinds = ["w" if n < narrow else "n" if c[:1].isdigit() else "" for n, c in enumerate(row)]
-        cells = zip(kinds, row, strict=True)
-        lines.append("<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{escape(c)}</td>" for k, c in cells) + "</tr>")
-    wide = " wide" if narrow else ""
-    return f'<table class="rc rc-table{wide}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+        kinds = ["w" if n < narrow else "n" if _NUMBER.fullmatch(str(c)) else "" for n, c in enumerate(row)]
+        cells = zip(heads_of_cells, kinds, row, strict=True)
+        lines.append(
+            "<tr>" + "".join(f"<td{h}{f' class={k}' if k else ''}>{_cell_html(c)}</td>" for h, k, c in cells) + "</tr>"
+        )
+    wide = (" wide" if narrow else "") + (" stack" if stack else "")
+    inside = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="rc-scroll"><table class="rc rc-table{wide}">{inside}</table></div>'
 
 
 def state_line(kind: str, word: str, details: Sequence[str]) -> str:

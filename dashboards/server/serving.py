@@ -54,6 +54,10 @@ THEME = {
 """A dense page with one type scale; the colours are those of `pages/style.py`."""
 CLOSED = ("/_stcore/metrics", "/_stcore/agent/", "/_stcore/upload_file", "/auth/", "/oauth2callback")
 """Streamlit endpoints that the dashboard does not use: metrics, its own sign-in, page automation, uploads."""
+APP = Path(__file__).parents[1] / "scripts" / "app.py"
+PAGES = frozenset(script.stem for script in APP.parent.glob("[a-z]*.py")) - {"app", "overview"} | {""}
+"""Paths of the pages. For any other Streamlit would draw the Overview page below a dialog."""
+ASSETS = frozenset({"_stcore", "component", "media", "static"})
 HEADERS = {
     # Prevents clickjacking.
     b"x-frame-options": b"DENY",
@@ -87,9 +91,10 @@ def known(address: str, names: Iterable[str], *, sign_in: bool = False) -> Allow
 
 
 def rejection_reason(
-    known: AllowedOrigins, *, kind: str, method: str, path: str, host: str, origin: str | None
+    known: AllowedOrigins, *, kind: str, method: str, path: str, host: str, origin: str | None, accept: str = ""
 ) -> tuple[int, str]:
-    """(HTTP status, reason) of a rejected request; (0, "") if it is allowed. `kind`: http or websocket."""
+    """(HTTP status, reason) of a rejected request; (0, "") if it is allowed. `kind`: http or websocket. `accept`: the
+    header; a browser that opens a page asks for text/html."""
     name = _hostname(host)
     if known.hosts is not None and name not in known.hosts and not _is_ip(name):
         reason = "Unknown host name. Start the server with --origin http(s)://NAME[:PORT] to allow it."
@@ -105,6 +110,8 @@ def rejection_reason(
         return HTTPStatus.METHOD_NOT_ALLOWED, "Only reading requests are allowed."
     if any(path == c.rstrip("/") or path.startswith(c) for c in CLOSED):
         return HTTPStatus.NOT_FOUND, "Not found."
+    if accept.startswith("text/html") and path.strip("/").partition("/")[0] not in PAGES | ASSETS:
+        return HTTPStatus.NOT_FOUND, "No such page. The start page of this dashboard is /"
     return 0, ""
 
 
@@ -133,6 +140,7 @@ class OriginMiddleware:
             path=scope["path"],
             host=given.get(b"host", ""),
             origin=given.get(b"origin"),
+            accept=given.get(b"accept", ""),
         )
         if status:
             await _refuse(scope["type"], with_headers, int(status), reason)
@@ -177,7 +185,6 @@ def _origin(text: str) -> str:
 
 logger = logging.getLogger(__name__)
 
-APP = Path(__file__).parents[1] / "scripts" / "app.py"
 BACKLOG = 64
 GRACE_SECONDS = 1
 """Time for open connections to finish at shutdown."""

@@ -46,7 +46,8 @@ SIGNS = (
         name="clip_fraction_low",
         metric="clip_low_ratio",
         help="Trained tokens whose ratio was clipped from below",
-        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
+        normal="Usually a few percent, more in the first steps. Persistently more: the policy has diverged from the "
+        "sampler.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_high",
@@ -65,13 +66,13 @@ SIGNS = (
         name="ratio_mean",
         metric="ratio_mean",
         help="Mean importance ratio of the policy to the sampler",
-        normal="Close to 1, whatever the staleness.",
+        normal="Usually close to 1, whatever the staleness.",
     ),
     PolicyHealthMetric(
         name="ratio_std",
         metric="ratio_std",
         help="Standard deviation of the importance ratios",
-        normal="Well below 1, larger with staleness.",
+        normal="Usually below 1, larger with staleness; single steps may be above.",
     ),
     PolicyHealthMetric(
         name="ratio_max",
@@ -83,8 +84,8 @@ SIGNS = (
         name="kl_sampler",
         metric="kl_sampler_nats",
         help="KL from the sampler to the policy, per token",
-        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from its "
-        "engines.",
+        normal="Usually near or below 0.1 after the first steps; stale tokens raise single steps. A lasting rise: the "
+        "policy diverges from its engines.",
     ),
     PolicyHealthMetric(
         name="kl_reference",
@@ -109,7 +110,7 @@ SIGNS = (
         name="stale_fraction",
         metric="stale_ratio",
         help="Fresh tokens that were too old to be trained on",
-        normal="Nearly 0: discarded tokens were generated for nothing.",
+        normal="Usually 0, more around a fault: discarded tokens were generated for nothing.",
     ),
     PolicyHealthMetric(
         name="response_length",
@@ -121,13 +122,14 @@ SIGNS = (
         name="response_length_max",
         metric="response_tokens_max",
         help="Most tokens of one of these answers",
-        normal="Below the longest response that the job allows.",
+        normal="At most the longest response that the job allows; early answers often reach it.",
     ),
     PolicyHealthMetric(
         name="truncated_fraction",
         metric="truncated_ratio",
         help="Share of these answers truncated at max_response_tokens",
-        normal="A few percent, more at the start. If nearly all are truncated, the reward scores incomplete responses.",
+        normal="Often nearly all until the policy learns to stop, then a few percent. If it stays high, the reward "
+        "scores incomplete responses.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",

@@ -70,6 +70,11 @@ def os_reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """`93 %`; `93.4 %` with one digit."""
+    return f"{100 * share:.{digits}f} %"
+
+
 _AGES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
 """(from this many seconds on, seconds of the unit, unit) of an age."""
 

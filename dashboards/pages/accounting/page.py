@@ -10,7 +10,7 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import counted, escape, in_words, plain, seconds, utc
+from rolecall.core.text import counted, escape, in_words, percent, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import title as title_of
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
@@ -23,6 +23,7 @@ from rolecall.dashboards.pages.accounting.statistics import (
     reviewable,
 )
 from rolecall.dashboards.pages.accounting.worker import AccountingSnapshot, AccountingWorker, IncidentStatistics
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,
     OperatorCommandKind,
@@ -30,14 +31,17 @@ from rolecall.dashboards.pages.operations.commands import (
     form,
     show_result,
 )
-from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.shell import chosen_run, data_table, draw_chart, page
 from rolecall.dashboards.pages.sign_in import Viewer, follow
+from rolecall.dashboards.pages.style import Cell, Link
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
+from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
 
 AUDIT_NOW = "accounting.audit"
+ETTR_HELP = "Effective training time ratio: share of the time in which rollouts and trainers did useful work."
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN, KINDS_SHOWN = 50, 5
@@ -45,6 +49,10 @@ NUMBER = re.compile(r"\d+")
 DAY_SECONDS = 86_400.0
 TICK_SECONDS = (15, 60, 300, 900, 3600, 7200, 14_400, 43_200, 86_400, 604_800)
 TICKS_MAX = 8
+VALUES_MAX = 24
+"""Bars that have their value written into them; of more the names would overlap."""
+BAR_INK = "#0b1016"
+ETTR_PIXELS = 180
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
@@ -114,14 +122,18 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
                 ("trained twice", groups.duplicates),
                 ("in flight", in_flight),
             ):
-                st.metric(label, value, border=True)
+                st.metric(label, f"{value:,}", border=True)
         for reason, num in sorted(groups.dropped_by_reason.items()):
-            st.text(plain(f"{num} dropped: {reason}"))
+            st.text(plain(f"{num:,} dropped: {reason}"))
     for note in audit.notes:
         st.text(plain(note))
     head = audit.journal.position
-    when = f", {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
-    st.text(f"{head} events, {audit.ledger.head.position} ledger entries, {audit.num_anchors} anchors{when}")
+    when = f" {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
+    ledger = (
+        f", {counted(audit.ledger.head.position, 'entry', 'entries')} of the ledger and "
+        f"{counted(audit.num_anchors, 'anchor')} (heads of the ledger that are recorded elsewhere)"
+    )
+    st.text(f"Audited{when}: {counted(head, 'event')} of the journal{ledger if accounts.has_ledger else ''}.")
     st.button(
         "Audit again",
         key="accounting.again",
@@ -152,10 +164,10 @@ def _effective(statistics: IncidentStatistics) -> None:
     width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")
     with st.container(horizontal=True):
         if times.ettr is not None:
-            st.metric("ETTR", f"{times.ettr:.1%}", border=True)
-        st.metric("training", seconds(times.training_seconds), border=True)
-        st.metric("lost", seconds(times.lost_seconds), border=True)
-    st.altair_chart(_ettr_chart(times.slices), width="stretch")
+            st.metric("ETTR of the whole run", percent(times.ettr, 1), border=True, help=ETTR_HELP)
+        st.metric("training time of the whole run", seconds(times.training_seconds), border=True)
+        st.metric("of it lost to faults", seconds(times.lost_seconds), border=True)
+    draw_chart(_ettr_chart(times.slices, width))
     with st.expander(f"By {width}, as a table"):
         data_table(
             {
@@ -180,14 +192,16 @@ def _effective(statistics: IncidentStatistics) -> None:
         st.html(_causes_bars(times.by_cause))
     with tops:
         st.markdown("**Lost time by incident (top ten)**")
-        rows = [
-            [plain(p.name, 60), seconds(p.seconds), f"{p.seconds * times.num_replicas:,.1f} s", f"{p.share:.0%}"]
+        run = chosen_run()
+        rows: list[list[Cell]] = [
+            [Link(p.name, href(p.name, run)) if p.name != UNDETECTED else p.name, seconds(p.seconds), percent(p.share)]
             for p in times.by_incident
         ]
-        st.html(small_table(["incident", "lost", "replica-seconds", "share"], rows))
+        st.html(small_table(["incident", "lost", "share"], rows))
         st.caption(
-            f"Lost: in seconds of the whole run. Times its {times.num_replicas:,} rollouts and trainers these are the "
-            "replica-seconds of the incident's page. An open incident counts until now."
+            "Lost: in seconds of the whole run. The incident's page counts replica-seconds: "
+            f"{times.num_replicas:,} times as many, for the run's rollouts and trainers. An open incident counts until "
+            "now."
         )
 
 
@@ -198,8 +212,8 @@ def _utilisation(statistics: IncidentStatistics) -> None:
     st.subheader("Model FLOPs utilisation")
     with st.container(horizontal=True):
         for role, mfu in statistics.mfu.items():
-            st.metric(f"{role}: newest", f"{mfu.newest:.2%}")
-            st.metric(f"{role}: best", f"{mfu.best:.2%}")
+            st.metric(f"{role}: newest", percent(mfu.newest, 2))
+            st.metric(f"{role}: best", percent(mfu.best, 2))
     for role, mfu in statistics.mfu.items():
         if mfu.decline:
             st.warning(f"{role}: {mfu.decline}.", icon=":material/trending_down:")
@@ -210,21 +224,23 @@ def _utilisation(statistics: IncidentStatistics) -> None:
     steps = [point["step"] for points in lines.values() for point in points]
     title = f"MFU, median of {WINDOW_STEPS} steps"
     spec = charts.curves(lines, title, across=(min(steps), max(steps)), figures=".2~%")
-    st.vega_lite_chart(charts.columns(lines), spec, width="stretch")
+    draw_chart(spec, charts.columns(lines))
     st.caption(
         "Share of the peak FLOP/s in the job file that the model's own arithmetic uses. Recomputed activations and "
         "discarded answers do not count."
     )
 
 
-def _ettr_chart(slices: Sequence[Slice]) -> Any:
+def _ettr_chart(slices: Sequence[Slice], width: str) -> Any:
     rows = [
         {
             "start": 1000.0 * time_slice.start,
             "end": 1000.0 * time_slice.end,
             # As text, because the browser formats tooltip times in its own time zone.
             "from (UTC)": _when(time_slice.start),
+            "middle": 500.0 * (time_slice.start + time_slice.end),
             "ETTR": time_slice.ettr,
+            "value": percent(time_slice.ettr),
             "steps": time_slice.num_steps,
             "incidents": time_slice.num_incidents,
             "lost seconds": round(time_slice.lost_seconds, 1),
@@ -234,26 +250,28 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
     ]
     # Explicit, because Vega first renders without data and warns about an empty extent.
     across = [1000.0 * slices[0].start, 1000.0 * slices[-1].end]
-    return (
-        alt.Chart(alt.Data(values=rows))
-        .mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE)
-        .encode(
-            x=alt.X("start:Q", title="time (UTC)", scale=alt.Scale(domain=across), axis=_times(slices)),
-            x2="end:Q",
-            y=alt.Y(
-                "ETTR:Q", axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1]), scale=alt.Scale(domain=[0, 1])
-            ),
-            y2=alt.datum(0),
-            tooltip=[
-                "from (UTC):N",
-                alt.Tooltip("ETTR:Q", format=".1%"),
-                "steps:Q",
-                "incidents:Q",
-                "lost seconds:Q",
-            ],
-        )
-        .properties(height=180)
+    scale, axis = alt.Scale(domain=across, nice=False), _times(slices)
+    drawn = alt.Chart(alt.Data(values=rows))
+    bars = drawn.mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE).encode(
+        x=alt.X("start:Q", title="time (UTC)", scale=scale, axis=axis),
+        x2="end:Q",
+        y=alt.Y(
+            "ETTR:Q",
+            title=None,
+            axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1], labelExpr=charts.SPACED_PERCENT),
+            scale=alt.Scale(domain=[0, 1]),
+        ),
+        y2=alt.datum(0),
+        tooltip=["from (UTC):N", alt.Tooltip("ETTR:Q", format=".1%"), "steps:Q", "incidents:Q", "lost seconds:Q"],
     )
+    values = drawn.mark_text(baseline="bottom", color=BAR_INK).encode(
+        x=alt.X("middle:Q", title="time (UTC)", scale=scale, axis=axis),
+        y=alt.value(ETTR_PIXELS - 4),
+        text="value:N",
+    )
+    title = alt.TitleParams(f"ETTR by {width}", anchor="start", fontSize=13, fontWeight=600)
+    layers = (bars, values) if len(rows) <= VALUES_MAX else (bars,)
+    return alt.layer(*layers).properties(height=ETTR_PIXELS, title=title)
 
 
 def _times(slices: Sequence[Slice]) -> Any:
@@ -318,9 +336,10 @@ def _speed(statistics: IncidentStatistics) -> None:
             for d in statistics.detection
         ]  # fmt: skip
         heads = ["within the goal", "detected by", "goal", "median", "worst", "n", "measured from"]
-        st.html(small_table(heads, rows))
+        st.html(small_table(heads, rows, stack=True))
         st.caption(
-            "From the injection, or else from the estimated onset, to the finding, when the detectors were certain. "
+            "Until the finding, when the detectors were certain: from the injection where its time is known, else from "
+            "the estimated onset. The page Incidents always counts from the onset. "
             "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
         )
     st.subheader("Time to recover")
@@ -345,7 +364,7 @@ def _speed(statistics: IncidentStatistics) -> None:
 def _within(share: float | None) -> str:
     if share is None:
         return "no goal"
-    return f"{'✓' if share == 1 else '✗'} {100 * share:.0f} %"
+    return f"{'✓' if share == 1 else '✗'} {percent(share)}"
 
 
 def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
@@ -365,14 +384,17 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
         return
     columns = {
         "review": [_review(i) for i in listed],
-        "incident": [plain(i.incident_id) for i in listed],
+        "incident": [href(i.incident_id, chosen_run()) for i in listed],
         "class": [in_words(i.diagnosis.fault_class) for i in listed],
         "status": [in_words(i.outcome or i.state) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
         "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],
     }
-    data_table({name: values for name, values in columns.items() if any(values)})
+    data_table(
+        {name: values for name, values in columns.items() if any(values)},
+        column_config={"incident": st.column_config.LinkColumn(display_text=r"incident=([^&]*)")},
+    )
     chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
@@ -396,8 +418,11 @@ def _precision(rows: Sequence[Precision]) -> None:
             "right": [p.num_right for p in rows],
             "reviewed": [p.num_reviewed for p in rows],
             "not reviewed": [p.num_not_reviewed for p in rows],
-            "precision": [f"{p.ratio:.0%}" if p.ratio is not None else "–" for p in rows],
-            "95 % interval": [f"{p.low:.0%} to {p.high:.0%}" if p.low is not None else "–" for p in rows],
+            "precision": [percent(p.ratio) if p.ratio is not None else "–" for p in rows],
+            "95 % interval": [
+                f"{percent(p.low)} to {percent(p.high)}" if p.low is not None and p.high is not None else "–"
+                for p in rows
+            ],
             "": ["few" if p.num_reviewed < FEW else "" for p in rows],
         },
     )

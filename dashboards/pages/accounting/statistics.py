@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FAULTS, DetectionChannel
+from rolecall.core.text import percent
 from rolecall.recovery.incidents import Incident
 from rolecall.views.ettr import UNDETECTED, Loss, Step, losses, lost_seconds
 from rolecall.views.incidents import IncidentSummary, MatchedIncidents
@@ -248,8 +249,8 @@ class Precision:
     def sentence(self) -> str:
         if self.ratio is None or self.low is None or self.high is None:
             return "No diagnosis has been reviewed yet."
-        text = f"{self.num_right} of {self.num_reviewed} reviewed diagnoses were right: {self.ratio:.0%}"
-        text += f" (95 % interval {self.low:.0%} to {self.high:.0%})"
+        text = f"{self.num_right} of {self.num_reviewed} reviewed diagnoses were right: {percent(self.ratio)}"
+        text += f" (95 % interval {percent(self.low)} to {percent(self.high)})"
         return f"{text}; too few reviews for a precise estimate" if self.num_reviewed < FEW else text
 
 

@@ -51,7 +51,7 @@ def brief(whole: IncidentPageModel, step: int | None, similar: Sequence[Incident
         ("action", _done(whole)),
         ("is it over", head.state),
         ("cost", cost_words(whole.cost)),
-        ("onset", f"{facts.get('Onset', '')}, {facts.get('Found', '')} by {facts.get('Detected by', '')}"),
+        ("onset", f"{facts.get('Onset', '')}, {facts.get('Found', '')}, by detector {facts.get('Detected by', '')}"),
         ("confidence", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
         ("slowdown", facts.get("Slowdown compared with peers", "")),
         ("injected fault", head.injected),

@@ -9,17 +9,15 @@ from dataclasses import replace
 import streamlit as st
 
 from rolecall.core.text import escape, seconds, utc
-from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.incidents import table
+from rolecall.dashboards.pages.links import INCIDENT, href
 from rolecall.dashboards.pages.shell import chosen_run
 from rolecall.dashboards.pages.style import sparkline
 
 ANY = ""
-SEVERITY_OPTIONS = tuple(f"{GLYPHS[level]} {level}" for level in SEVERITIES)
-SEVERITY_COLOURS = ("red", "orange", "blue")
 ROW_PIXELS = 58
 """Two lines of a diagnosis; a longer one is whole on the incident's page, and in the cell when it is opened."""
 SPARK_INCIDENTS, SPARK_MIN = 60, 3
@@ -62,7 +60,7 @@ def draw(reader: Reader, snapshot: JournalSnapshot) -> None:
 
 def _filters(offered: table.Choices) -> table.Filter:
     """The filter widgets, synchronized with the URL in both directions."""
-    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
+    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != INCIDENT})
     st.toggle("Filters", key="incidents-show")  # on a phone only (style.py)
     with st.container(horizontal=True, key="incidents-filters", gap="xsmall"):
         text = st.text_input("Search", before.text, key="incidents-text", width=180, placeholder="any column")
@@ -111,6 +109,7 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
     if parts:
         with st.container(key="incidents-sparks"):
             st.html(f'<div class="rc rc-sparks">{"".join(parts)}</div>')
+            st.caption("From the estimated onset; the page Accounting counts from the injection where it is known.")
 
 
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
@@ -146,7 +145,7 @@ def _mark(number: int) -> None:
 
 
 def open_page(incident_id: str) -> None:
-    st.query_params[table.INCIDENT] = incident_id
+    st.query_params[INCIDENT] = incident_id
     st.rerun()
 
 
@@ -155,7 +154,7 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         "": st.column_config.TextColumn(width=24, help="The marked row: J, K, and O to open it"),
         "found after onset": st.column_config.TextColumn(help=FOUND_HELP),
         "verified after finding": st.column_config.TextColumn(help=VERIFIED_HELP),
-        "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
+        "severity": st.column_config.TextColumn(width=90),
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=190),
         "what": st.column_config.TextColumn(width=150),
         "opened (UTC)": st.column_config.TextColumn(width=105),
@@ -191,20 +190,20 @@ def _phone_cards(rows: Sequence[table.IncidentTableRow], now: float, run: Mappin
         when = f"open for {age(row.open_seconds(now))}" if row.is_open else utc(row.opened_at)
         name = escape(row.title or row.incident_id, 200)
         cards.append(
-            f'<div><a href="{escape(table.href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
+            f'<div><a href="{escape(href(row.incident_id, run))}" aria-label="{name}"></a><b>{name}</b>'
             f'<span><i class="rc-{_kind(row)}">{escape(row.severity)}</i> {escape(row.words)} · {escape(when)}</span>'
-            f"<small>{escape(row.because, 200)}</small></div>"
+            f"<small>{escape(row.because)}</small></div>"
         )
     return f'<div class="rc rc-phone-cards">{"".join(cards)}</div>'
 
 
 def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> dict[str, object]:
     return {
-        "severity": [row.severity] if row.severity else [],
+        "severity": row.severity,
         "what": row.title,
         "state": row.words,
         "because": row.because,
-        "link": table.href(row.incident_id, run),
+        "link": href(row.incident_id, run),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
         "found after onset": seconds(row.found_seconds, ""),
         "verified after finding": seconds(row.verified_seconds, ""),

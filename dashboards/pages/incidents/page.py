@@ -18,14 +18,15 @@ from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
 from rolecall.dashboards.data.run_state import step_of
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents import listing, table, view
+from rolecall.dashboards.pages.incidents import listing, view
 from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.comparisons import comparison_chart, comparisons
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
-from rolecall.dashboards.pages.shell import RUN, chosen_run, other_runs, page, run_links
+from rolecall.dashboards.pages.links import INCIDENT, href
+from rolecall.dashboards.pages.shell import RUN, chosen_run, draw_chart, other_runs, page, run_links
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN
 from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
@@ -40,7 +41,7 @@ SEARCHED_MAX = 50
 
 
 def show() -> None:
-    wanted = st.query_params.get(table.INCIDENT)
+    wanted = st.query_params.get(INCIDENT)
     if wanted:
         back()
         page("Incident", lambda r, snapshot: draw(r, snapshot, wanted))
@@ -53,7 +54,8 @@ EVENTS_PER_PAGE = 100
 BODY_CHARS_MAX = 20_000
 """Of one event's JSON; a policy input contains the whole fleet."""
 REVIEW_HELP = (
-    "Was the diagnosis right? Signed-in users can record a review on the Accounting page, which computes the precision."
+    "Was the diagnosis right? `rolecall review` records the answer; for signed-in users the Accounting page does, too, "
+    "which computes the precision."
 )
 COST_HELP = (
     "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
@@ -69,7 +71,7 @@ def _cache(journal_url: str) -> IncidentPageCache:
 def back() -> None:
     """Back to the table, with the filters in the URL."""
     if st.button("All incidents", icon=":material/arrow_back:", key="incident-back", shortcut="esc", type="tertiary"):
-        del st.query_params[table.INCIDENT]
+        del st.query_params[INCIDENT]
         st.rerun()
 
 
@@ -123,7 +125,7 @@ def _unknown(reader: Reader, incident_id: str) -> None:
         done[incident_id] = _search(others, incident_id)
     found, unread = done[incident_id]
     st.text("It is in:" if found else "No other run has it.")
-    st.html(run_links({RUN: name, table.INCIDENT: incident_id} for name in found))
+    st.html(run_links({RUN: name, INCIDENT: incident_id} for name in found))
     if unread:
         st.text(plain(f"Not readable: {', '.join(unread)}", 600))
 
@@ -167,7 +169,7 @@ def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief
 def _earlier(incident: Incident | None, earlier: Sequence[Incident]) -> None:
     rows = [
         {
-            "link": table.href(i.incident_id, chosen_run()),
+            "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
             "fault": str(i.diagnosis.fault_class).replace("_", " "),
             "outcome": str(i.outcome or i.state).replace("_", " "),
@@ -202,7 +204,7 @@ def _timeline(whole: IncidentPageModel) -> None:
     if timeline.moments:
         axis = _axis(timeline)
         for n, chart in enumerate(incident_charts(timeline, axis, whole.run)):
-            st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
+            draw_chart(chart, key=f"incident-chart-{n}")
         st.caption("Times are relative to the onset")
         moments = [[str(m.number), _after(m.at - timeline.whole.zero), m.kind, m.words] for m in timeline.moments]
         st.html(small_table(["", "time", "event", "what"], moments, narrow=3))
@@ -224,7 +226,7 @@ def _evidence(reader: Reader, whole: IncidentPageModel, incident_id: str) -> Non
     axis = timeline.around or timeline.whole
     charts = incident_charts(timeline, axis, signals.signals)[1:] if timeline.moments else ()
     for n, chart in enumerate(charts):
-        st.altair_chart(chart, width="stretch", key=f"incident-signal-{n}")
+        draw_chart(chart, key=f"incident-signal-{n}")
     _legend(whole)
     if not charts:
         _comparisons(whole)
@@ -240,7 +242,7 @@ def _comparisons(whole: IncidentPageModel) -> None:
     """What the stored evidence has in numbers, where there are no series; and how to get series."""
     incident = whole.material.incident
     for n, found in enumerate(comparisons(incident.diagnosis) if incident is not None else ()):
-        st.altair_chart(comparison_chart(found), width="stretch", key=f"incident-comparison-{n}")
+        draw_chart(comparison_chart(found), key=f"incident-comparison-{n}")
     st.html(banner("note", "No series of the suspect and its peers.", advice=SERIES_ADVICE))
 
 

@@ -6,9 +6,7 @@ draws `PAGE_ROWS` of them.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Self
-from urllib.parse import urlencode
 
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain, utc
@@ -22,8 +20,6 @@ PAGE_ROWS = 50
 """Incidents per page of the table."""
 TEXT_CHARS_MAX = 200
 """Longest filter value that is accepted."""
-INCIDENT = "incident"
-"""URL parameter with an incident id, which selects the page of that incident."""
 WITHIN_SECONDS: Mapping[str, float] = {"hour": 3600.0, "day": 86_400.0, "week": 7 * 86_400.0}
 
 
@@ -238,8 +234,3 @@ def shown(rows: Sequence[IncidentTableRow], wanted: Filter, now: float) -> Incid
         page=page,
         num_pages=num_pages,
     )
-
-
-def href(incident_id: str, run: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Link to the page of one incident, from any page of the dashboard. `run`: the parameter of the chosen run."""
-    return f"incidents?{urlencode({INCIDENT: incident_id, **run})}"

@@ -17,7 +17,7 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import in_words, node_text, plain, seconds, utc
+from rolecall.core.text import in_words, node_text, percent, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
 from rolecall.dashboards.pages.status import EXPIRED, GLYPHS, SET_ASIDE, status_of
@@ -65,7 +65,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
     more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
         ("Fault class", in_words(diagnosis.fault_class)),
-        ("Confidence", f"{diagnosis.confidence:.0%}"),
+        ("Confidence", percent(diagnosis.confidence)),
         ("Detected by", plain(in_words(", ".join(diagnosis.detectors)), 200) or "unknown"),
         ("Onset", utc(incident.first_diagnosis.onset)),
         ("Found", took.found_words or "requested"),
@@ -210,7 +210,7 @@ UNITS: Mapping[str, tuple[float, str]] = {
     "celsius": (1.0, "{:.3g} °C"),
     "watts": (1.0, "{:.4g} W"),
     "hertz": (1e-6, "{:,.0f} MHz"),
-    "share": (1.0, "{:.1%}"),
+    "share": (100.0, "{:.1f} %"),
 }
 """Name suffix -> (factor, format)."""
 

@@ -20,7 +20,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import IncidentOpened, PlanBlocked, PlanCreated
 from rolecall.core.journal.store import canonical
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.core.text import in_words, plain
+from rolecall.core.text import in_words, percent, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import MODE, Situation, check, on_peer_evidence_alone
@@ -481,7 +481,7 @@ class Margin:
         over = self.seen / self.limit - 1 if self.limit else math.inf
         word = "above" if over >= 0 else "below"
         return plain(
-            f"{self.what}: {self.seen:.3g}{self.unit}, {abs(over):.0%} {word} the threshold of "
+            f"{self.what}: {self.seen:.3g}{self.unit}, {percent(abs(over))} {word} the threshold of "
             f"{self.limit:.3g}{self.unit}. "
             f"With a threshold above {self.seen:.3g}{self.unit} the fault would not have been reported yet.",
             400,

@@ -209,7 +209,7 @@ def form(
             key=f"{key}:why",
             max_chars=REASON_CHARS_MAX,
             disabled=not viewer.may_act,
-            placeholder="visible to everyone" if viewer.may_act else "sign in to use commands",
+            placeholder="visible to everyone" if viewer.may_act else viewer.because,
         )
         if seconds:
             st.selectbox("For", list(seconds), key=f"{key}:for", disabled=not viewer.may_act)

@@ -10,6 +10,7 @@ from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import unwatched_words
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,
@@ -20,16 +21,24 @@ from rolecall.dashboards.pages.operations.commands import (
     show_result,
 )
 from rolecall.dashboards.pages.operations.commands import OperatorCommandKind as Kind
-from rolecall.dashboards.pages.operations.plans import CommandLogEntry, State, history, newest_limits
-from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.operations.plans import (
+    ActionLogEntry,
+    CommandLogEntry,
+    State,
+    history,
+    newest_limits,
+    performed,
+)
+from rolecall.dashboards.pages.shell import chosen_run, data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
-from rolecall.dashboards.pages.style import banner
+from rolecall.dashboards.pages.style import Cell, Link, banner, table
 from rolecall.recovery.incidents import Incident
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
 PLANS_SHOWN = 20
 """Plans shown as cards; the page only counts the rest."""
 PLACES_SHOWN = 20
+ACTIONS_SHOWN = 50
 HISTORY_SHOWN = 500
 
 
@@ -50,6 +59,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         else:
             _nodes(reader, viewer, state, incidents, now)
             _replica(reader, viewer, state)
+    _actions(performed(incidents))
     _history(history(state.events, incidents))
 
 
@@ -246,6 +256,21 @@ def _replica(reader: Reader, viewer: Viewer, state: State) -> None:
         ask = OperatorCommand(what=Kind.REPLACE, on=chosen)
         form(reader, viewer, f"replace:{chosen}", {"Replace": ask})
         as_commands(reader, viewer, ask)
+
+
+def _actions(entries: Sequence[ActionLogEntry]) -> None:
+    st.subheader("Actions of rolecall")
+    if not entries:
+        st.text("None so far.")
+        return
+    run = chosen_run()
+    rows: list[list[Cell]] = [
+        [utc(e.at), e.what, e.because, e.by, e.result, Link(e.incident_id, href(e.incident_id, run))]
+        for e in entries[:ACTIONS_SHOWN]
+    ]
+    st.html(table(["started", "action", "because", "by", "result", "incident"], rows, stack=True))
+    if len(entries) > ACTIONS_SHOWN:
+        st.text(f"and {len(entries) - ACTIONS_SHOWN:,} older")
 
 
 def _history(entries: Sequence[CommandLogEntry]) -> None:

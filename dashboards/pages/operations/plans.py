@@ -19,6 +19,7 @@ from rolecall.core.ids import IncidentId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, PlanCreated, RunStarted
+from rolecall.dashboards.data.incident_titles import title
 from rolecall.dashboards.data.reader import Reader
 from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
@@ -341,6 +342,39 @@ def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Com
         if incident.requested_by_operator
     ]
     return tuple(sorted(entries, key=lambda d: d.at, reverse=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionLogEntry:
+    at: float
+    incident_id: str
+    what: str
+    because: str
+    by: str
+    result: str
+
+
+def performed(incidents: Iterable[Incident]) -> tuple[ActionLogEntry, ...]:
+    """Every action that was started, newest first."""
+    entries = []
+    for incident in incidents:
+        for attempt in incident.attempts:
+            if attempt.started_at is None or attempt.plan.action is ActionKind.TOLERATE:
+                continue
+            is_verified = attempt is incident.attempt and incident.verified_at is not None
+            done = "verified" if is_verified else "done, not verified" if attempt.done_at is not None else "in progress"
+            approved = f"rolecall, approved by {attempt.decided_by}" if attempt.decided_by else "rolecall"
+            entries.append(
+                ActionLogEntry(
+                    at=attempt.started_at,
+                    incident_id=incident.incident_id,
+                    what=attempt.plan.intent,
+                    because=title(incident),
+                    by=approved,
+                    result=f"failed: {attempt.failed_because}" if attempt.failure is not None else done,
+                )
+            )
+    return tuple(sorted(entries, key=lambda e: e.at, reverse=True))
 
 
 def _entry(event: Event) -> CommandLogEntry:

@@ -6,7 +6,7 @@ while entropy, lengths and dropped samples stay healthy.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,7 +24,7 @@ from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.page import worker
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
-from rolecall.dashboards.pages.shell import chosen_run, page
+from rolecall.dashboards.pages.shell import chosen_run, draw_chart, page
 from rolecall.dashboards.pages.style import (
     STATES,
     band_legend,
@@ -73,11 +73,12 @@ class PolicyHealthChart:
     figures: str = "~g"
     zero: bool = True
 
-    @property
-    def normal(self) -> str:
+    def normal(self, shown: Collection[str]) -> str:
+        """Of the lines that are drawn. `shown`: their legends."""
         if len(self.lines) == 1:
             return BY_NAME[self.lines[0][0]].normal
-        return " ".join(f"{legend.capitalize()}: {BY_NAME[metric].normal}" for metric, legend in self.lines)
+        texts = (f"{legend.capitalize()}: {BY_NAME[metric].normal}" for metric, legend in self.lines if legend in shown)
+        return " ".join(texts)
 
 
 PANELS = (
@@ -86,7 +87,7 @@ PANELS = (
         "response length, tokens", (("response_length", "mean"), ("response_length_max", "longest")), figures="~s"
     ),
     PolicyHealthChart(
-        "unused responses, groups, tokens",
+        "unused responses, groups and tokens",
         (("truncated_fraction", "truncated"), ("filtered_fraction", "filtered"), ("stale_fraction", "stale")),
         figures=".1~%",
     ),
@@ -173,6 +174,8 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     st.html("".join(role_html(r, compact=compact) for r in found))
     if compact:
         st.caption("One square per replica, grouped by node. The table below names each of them.")
+    elif any(c.incarnation > 1 for r in found for c in r.cells):
+        st.caption("#2: the second incarnation of a replica, started in place of the first.")
     if sum(len(r.cells) for r in found) > 1 and st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = sorted((c for r in found for c in r.cells), key=lambda c: view.SEVERITY[c.state])  # worst first
         counted = any(c.incarnation for c in cells)
@@ -218,7 +221,7 @@ def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
                 lines = {title: points}
                 spec = charts.curves(lines, title, across=across, figures=form, zero=False, colour=colour)
                 with column:
-                    st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
+                    draw_chart(spec, charts.columns(lines, bands))
         if bands:
             st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
     _draw_evaluations(snapshot, bands)
@@ -253,7 +256,7 @@ def _draw_evaluations(snapshot: JournalSnapshot, bands: Sequence[charts.FaultBan
     for column, (title, of) in zip(st.columns(COLUMNS), drawn_lines, strict=False):
         with column:
             spec = charts.curves(of, title, across=across, zero=False, figures="~r")
-            st.vega_lite_chart(charts.columns(of, bands), spec, width="stretch")
+            draw_chart(spec, charts.columns(of, bands))
 
 
 @st.cache_resource(show_spinner=False)
@@ -312,12 +315,9 @@ def _draw_policy_health(curve: Sequence[Bucket], bands: Sequence[charts.FaultBan
     for row in range(0, len(panels), COLUMNS):
         for column, (panel, lines) in zip(st.columns(COLUMNS), panels[row : row + COLUMNS], strict=False):
             with column:
-                st.vega_lite_chart(
-                    charts.columns(lines, bands),
-                    charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero),
-                    width="stretch",
-                )
-                st.caption(panel.normal)
+                spec = charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero)
+                draw_chart(spec, charts.columns(lines, bands))
+                st.caption(panel.normal(lines))
 
 
 def role_html(role: view.RoleSummary, *, compact: bool = False) -> str:

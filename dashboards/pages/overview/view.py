@@ -12,7 +12,7 @@ from rolecall.core.diagnosis import ActionKind, Suspect
 from rolecall.core.journal.evaluations import EvaluationPoint
 from rolecall.core.journal.payloads import EvaluationFinished, OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import counted, in_words, plain, seconds, utc
+from rolecall.core.text import counted, in_words, percent, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
     GLYPHS,
     MODE_OBSERVE,
@@ -263,19 +263,28 @@ def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
 
 def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
     """The newest events, newest first: age (of an ended run the time in UTC), and what, about what, why."""
-    rows = []
+    rows, incidents = [], snapshot.projection.incidents
+    known = [i for e in snapshot.trends.recent if (i := incidents.get(e.incident_id or ""))]
+    diagnoses = {d.because for i in known for d in (i.first_diagnosis, i.diagnosis) if d.because}
     for event in reversed(snapshot.trends.recent):
         about = str(getattr(event.payload, "replica", "") or getattr(event.payload, "node", "") or "")
         diagnosis = getattr(event.payload, "diagnosis", None)
-        why = diagnosis.because if diagnosis is not None else event.payload.reason
+        why = diagnosis.because if diagnosis is not None else _beyond(event.payload.reason, diagnoses)
         what = in_words(event.kind)
         if isinstance(event.payload, OncallPaged):
             what = f"{paged_text(event.payload.channel)},"
         where = ", ".join(filter(None, (about, event.incident_id)))
         text = f"{what} {where}".strip() + (f": {why}" if why else "")
         when = utc(event.wall_at)[5:19] if snapshot.run.ended else age(snapshot.at - event.wall_at)
-        rows.append([when, plain(text, 240)])
+        rows.append([when, plain(text[:1].upper() + text[1:], 240)])
     return rows
+
+
+def _beyond(reason: str, diagnoses: Iterable[str]) -> str:
+    """A reason without the diagnosis, which the opening of the incident gives."""
+    for diagnosis in diagnoses:
+        reason = reason.replace(f"{diagnosis}; ", "").replace(diagnosis, "")
+    return reason.strip(" :;,")
 
 
 def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
@@ -322,10 +331,10 @@ def learning_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         at = f"step {result.step}, {counted(result.prompts, 'prompt')}"
         reward = "not scored" if result.reward is None else f"{result.reward:.3f}"
         rows.append(("held-out reward", reward, ", ".join(filter(None, (within, at, missing)))))
-        rows += [(f"pass@{plain(k, 6)}", f"{share:.1%}", at) for k, share in list(result.pass_at.items())[-2:]]
+        rows += [(f"pass@{plain(k, 6)}", percent(share, 1), at) for k, share in list(result.pass_at.items())[-2:]]
     if data is not None and data.rows > 0:
         dropped = ", ".join(f"{num:,} {plain(reason, 40)}" for reason, num in sorted(data.dropped.items()))
-        seen = f"{data.epoch_share:.0%} of its {data.rows:,} rows; {data.rows_seen:,} seen"
+        seen = f"{percent(data.epoch_share)} of its {data.rows:,} rows; {data.rows_seen:,} seen"
         rows.append(("epoch of the dataset", str(data.epoch + 1), seen))
         rows.append(("groups dropped", f"{sum(data.dropped.values()):,}", dropped or "none"))
     return rows
@@ -372,6 +381,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         if unknown:
             at_most, missing = "≤ ", f"the cost of {counted(unknown, 'open incident')} is not known yet"
             lost = f"{lost}; {missing}" if total else missing
+    ettr = "" if account is None or account.ettr is None else f"{at_most}{percent(account.ettr, 1)}"
     curve = snapshot.trends.curve
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
@@ -381,11 +391,11 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     step, of = (f"{run.step + 1:,}" if run.step >= 0 else ""), f"of {run.num_steps:,}" if run.num_steps else "committed"
     rows = [
         ("step", step, of),
-        ("reward", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
+        ("reward of the newest step", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
         ("tokens per second", "" if rate is None else f"{rate:,.0f}", rated),
-        ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five"),
+        ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five steps"),
         ("policy version", "" if lags is None else str(lags[0]), behind),
-        ("ETTR", "" if account is None or account.ettr is None else f"{at_most}{100 * account.ettr:.1f} %", lost),
+        ("ETTR of the whole run", ettr, f"effective training time ratio; {lost}"),
         *_observed_figures(snapshot),
     ]
     return [row for row in rows if row[1]]
@@ -434,9 +444,9 @@ def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     span = account.end - account.start
     ranked = sorted(account.lost.items(), key=lambda kv: -kv[1])
     rows = [
-        [role, fault.replace("_", " "), seconds(lost), f"{100 * lost / span:.2f} %"]
+        [role, fault.replace("_", " "), seconds(lost), percent(lost / span, 2)]
         for (role, fault), lost in ranked[:LOST_ROWS_MAX]
         if lost > 0
     ]
     rest = sum(lost for _, lost in ranked[LOST_ROWS_MAX:])
-    return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
+    return rows + ([["other", "", seconds(rest), percent(rest / span, 2)]] if rest > 0 else [])

@@ -454,10 +454,10 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         else "its own history (no peer is at work)"
     )
     because = (
-        f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
-        f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
-        f"(last {meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
-        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {limit:.1f} for "
+        f"{subject.name()} is slow: for {now - meter.rising_since:.0f} s ({meter.rising_strides} strides) it has "
+        f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU; "
+        f"its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
+        f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {limit:.1f}, the threshold for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {

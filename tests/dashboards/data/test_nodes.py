@@ -114,21 +114,44 @@ def test_health(incidents: Sequence[Incident], events: Sequence[Event], live: Fl
     row = _rows(["node-0", "node-1", "node-2"], incidents, events, live).find("node-1")
     assert row is not None
     assert row.health is health
-    assert (row.because == "") == (health is NodeHealth.HEALTHY)
+    assert row.because or health is NodeHealth.HEALTHY
 
 
-def test_nodes_of_an_ended_run_are_not_called_healthy() -> None:
-    """Nor lost because their agents ended with it; what the journal knows of them stays."""
+@pytest.mark.parametrize(
+    ("fault", "events", "why"),
+    [
+        (FaultClass.HANG, (), "rollout/1 hung: self recovered; the fault was the replica's, not the node's"),
+        (FaultClass.GPU, (), "rollout/1 has a GPU fault: self recovered; the node is not quarantined"),
+        (
+            FaultClass.GPU,
+            (K.NODE_QUARANTINED, K.NODE_RETURNED_TO_SERVICE),
+            "rollout/1 has a GPU fault: self recovered; carla returned the node to service",
+        ),
+    ],
+)
+def test_why_a_node_that_was_suspect_is_in_use(fault: FaultClass, events: Sequence[EventKind], why: str) -> None:
+    incident = _incident("i", "node-1", closed=True, fault_class=fault)
+    rows = _rows(["node-0", "node-1"], [incident], [_said(kind, "node-1") for kind in events])
+    assert [(r.node, r.health, r.because) for r in rows.rows] == [
+        ("node-1", NodeHealth.HEALTHY, why),
+        ("node-0", NodeHealth.HEALTHY, ""),
+    ]
+    old = _incident("i", "node-1", closed=True, ago=MONTH + 1)
+    assert _rows(["node-1"], [old]).rows[0].because == ""
+
+
+def test_nodes_of_an_ended_run_have_their_last_health() -> None:
+    """They are not lost because their agents ended with it."""
     gone = FleetMetrics(agents={"node-0": False, "node-1": False, "node-2": False})
     events = [_said(K.NODE_QUARANTINED, "node-2")]
     found = fleet_rows(_fleet(["node-0", "node-2"]), {}, pasts(events), (), gone, NOW, ["node-1"], ended=True)
     assert {r.node: r.health for r in found.rows} == {
-        "node-0": NodeHealth.ENDED,
-        "node-1": NodeHealth.ENDED,
+        "node-0": NodeHealth.HEALTHY,
+        "node-1": NodeHealth.IDLE,
         "node-2": NodeHealth.QUARANTINED,
     }
     row = found.find("node-0")
-    assert row is not None and row.because == "", "its state says it"
+    assert row is not None and row.status == "● healthy at the end" and row.because == ""
 
 
 def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> None:

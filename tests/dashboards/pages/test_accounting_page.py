@@ -265,7 +265,7 @@ def test_a_diagnosis_is_reviewed_under_the_name_of_the_signed_in_user(finished: 
         (K.DIAGNOSIS_REVIEWED, "i-2", "wrong", "anna"),
         (K.DIAGNOSIS_REVIEWED, "i-2", "right", "anna"),
     ]
-    assert "1 of 1 reviewed diagnoses were right: 100%" in texts(at)
+    assert "1 of 1 reviewed diagnoses were right: 100 %" in texts(at)
     assert "2 of 3 are not reviewed yet." in texts(at)
 
 

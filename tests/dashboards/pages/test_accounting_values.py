@@ -213,4 +213,4 @@ def test_few_marks_are_called_few_and_none_nothing() -> None:
     assert "too few reviews" in precision_summary([_incident("a", "right")]).of_all.sentence
     assert "No diagnosis has been reviewed" in precision_summary([_incident("a")]).of_all.sentence
     many = precision_summary([_incident(f"i-{n}", "right") for n in range(10)]).of_all.sentence
-    assert many == "10 of 10 reviewed diagnoses were right: 100% (95 % interval 72% to 100%)"
+    assert many == "10 of 10 reviewed diagnoses were right: 100 % (95 % interval 72 % to 100 %)"

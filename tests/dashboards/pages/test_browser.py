@@ -285,6 +285,24 @@ def test_filters_are_behind_one_button_on_a_phone(chromium: Browser, finished: t
         filters.wait_for(state="visible")
 
 
+def test_on_a_phone_a_link_of_the_menu_closes_it(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    with at(chromium, finished[1], *PAGES["fleet"], "phone") as shot:
+        open_menu = shot.page.get_by_test_id("stExpandSidebarButton")
+        open_menu.click()
+        shot.page.get_by_role("link", name="Operations").click()
+        shot.page.get_by_text("Actions of rolecall").wait_for()
+        open_menu.wait_for()
+
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+def test_captions_are_read_easily(chromium: Browser, finished: tuple[RunDir, str], look: str) -> None:
+    with at(chromium, finished[1], *PAGES["fleet"], look) as shot:
+        for part in ("", " code"):
+            found = shot.page.locator(f'[data-testid="stCaptionContainer"]{part}').last
+            ink, opacity = found.evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).opacity]")
+            assert ink == ("rgb(85, 97, 111)" if look == "light" else "rgb(163, 175, 187)") and opacity == "1"
+
+
 def test_a_job_that_is_only_watched_is_there_without_dashes(
     chromium: Browser, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -76,7 +76,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
 def test_an_open_one_has_a_severity_and_a_whole_sentence(shows: Shows, tmp_path: Path) -> None:
     world = world_of("proposed", tmp_path)
     (row,) = rows(shows(world.url))
-    assert list(row["severity"]) == ["◆ warning"] and row["what"] == "rollout/1 crashed"
+    assert row["severity"] == "◆ warning" and row["what"] == "rollout/1 crashed"
     assert row["state"] == "◇ approval expired" and row["because"] == world.only().diagnosis.because
 
 

@@ -166,7 +166,7 @@ def test_who_is_named_with_role_incarnation_node_and_pid(tmp_path: Path) -> None
     assert m.incident is not None
     h = head(replace(m, incident=replace(m.incident, diagnosis=d)), None)
     assert h.who == ("trainer/1#1, role trainer, on node-trainer-1, pid 4005",)
-    assert ("Confidence", "95%") in h.facts
+    assert ("Confidence", "95 %") in h.facts
     assert from_window(window, d).signals
 
 
@@ -255,7 +255,7 @@ def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[
         ("stalled_seconds", 2.5, "2.5 s"),
         ("rss_bytes", 1 << 21, "2.0 MiB"),
         ("sm_clock_hertz", 1.41e9, "1,410 MHz"),
-        ("share", 0.25, "25.0%"),
+        ("share", 0.25, "25.0 %"),
         ("cusum", 6.73, "6.73"),
         ("x", "\x1b[31m", "\N{REPLACEMENT CHARACTER}[31m"),
     ],

@@ -18,6 +18,7 @@ from rolecall.dashboards.pages.operations.plans import (
     PlanStatus,
     history,
     limits_of,
+    performed,
     plan_rows,
     preview,
 )
@@ -204,3 +205,13 @@ def test_every_command_that_is_shown_is_one_of_the_command_line(
     assert main([*argv, "--runs", str(tmp_path)]) == 2
     # The run is missed, and nothing before that: no unknown command, no unknown or missing option.
     assert "nowhere: no run of this name" in capsys.readouterr().err
+
+
+def test_actions_that_were_begun_with_who_approved_them_and_their_result() -> None:
+    done = (K.ACTION_DONE, {"digest": PLAN.digest})
+    assert performed(_incidents(OPENED, MADE)) == ()
+    (begun,) = performed(_incidents(OPENED, MADE, STARTED))
+    assert (begun.incident_id, begun.what, begun.by, begun.result) == ("i-1", PLAN.intent, "rolecall", "in progress")
+    assert begun.because == "rollout/1 crashed"
+    (approved,) = performed(_incidents(OPENED, MADE, PROPOSED, APPROVED, STARTED, done))
+    assert (approved.by, approved.result) == ("rolecall, approved by anna", "done, not verified")

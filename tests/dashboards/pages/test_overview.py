@@ -139,7 +139,7 @@ def test_an_unknown_cost_is_never_0(tmp_path: Path) -> None:
     known = replace(look, trends=replace(look.trends, still_open=()))
     (incident,) = view.open_incidents(known)
     assert incident.cost == "not yet known"
-    ettr = next(row for row in view.headline_figures(known) if row[0] == "ETTR")
+    ettr = next(row for row in view.headline_figures(known) if row[0].startswith("ETTR"))
     assert ettr[1].startswith("≤ ") and "the cost of 1 open incident is not known yet" in ettr[2]
 
 
@@ -157,6 +157,12 @@ def test_letters_of_bands_that_would_overlap_are_one_label() -> None:
     assert charts.columns(points, bands)["key"][2:] == ["A", "B–C", ""]
     assert "the last 3 of 300" in band_legend([(b.key, b.title) for b in bands], 300)
     assert "the last" not in band_legend([(b.key, b.title) for b in bands], 3)
+
+
+def test_a_finished_run_names_its_steps_once(fake_run: RunDir) -> None:
+    look = first_snapshot(Settings(journal_url=fake_run.database_url, run=fake_run))
+    look.projection.ended = "120 steps"
+    assert run_state(look).details == ("step 120",)
 
 
 def test_a_finished_run_says_how_it_ended(fake_run: RunDir) -> None:
@@ -368,8 +374,19 @@ def test_the_last_ten_events_without_routine_ones(tmp_path: Path) -> None:
     for n in range(12):
         made.say(K.NODE_QUARANTINED, {"node": f"node-{n}", "by": "anna", "because": "XID 79"})
     rows = view.recent_events(first_snapshot(made.settings()))
-    assert len(rows) == 10 and "node quarantined node-11: XID 79" in rows[0][1]
-    assert not any("step committed" in what for _, what in rows)
+    assert len(rows) == 10 and rows[0][1] == "Node quarantined node-11: XID 79"
+    assert not any("step committed" in what.lower() for _, what in rows)
+
+
+def test_only_the_opening_of_an_incident_says_its_diagnosis(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open(replica="trainer/1")
+    made.plan(plan)
+    made.act(plan)
+    snapshot = first_snapshot(made.settings())
+    because = next(iter(snapshot.projection.incidents.values())).diagnosis.because
+    found = [what for _, what in view.recent_events(snapshot) if because in what]
+    assert len(found) == 1 and found[0].startswith("Incident opened")
 
 
 def observed_job(root: Path, num_ranks: int = 4) -> Settings:

@@ -37,8 +37,8 @@ def test_held_out_reward_with_its_interval_and_the_epoch(tmp_path: Path) -> None
     page = text(at)
     assert SECTION in [s.value for s in at.subheader]
     assert len(at.get("vega_lite_chart")) == before + 2
-    assert "0.625" in page and "95 %: 0.575 to 0.675" in page and "77.5%" in page
-    assert "2 not scored: reward_failed" in page and "25% of its 200 rows; 250 seen" in page
+    assert "0.625" in page and "95 %: 0.575 to 0.675" in page and "77.5 %" in page
+    assert "2 not scored: reward_failed" in page and "25 % of its 200 rows; 250 seen" in page
     assert "3 prompt too long" in page
 
 

@@ -30,7 +30,7 @@ def test_a_run_whose_steps_report_it(fake_run: RunDir) -> None:
     shown = [panel for panel in PANELS if "critic" not in panel.title]
     assert len(at.get("vega_lite_chart")) == 3 + len(shown)
     captions = [c.value for c in at.caption]
-    assert all(panel.normal in captions for panel in shown)
+    assert all(panel.normal([legend for _, legend in panel.lines]) in captions for panel in shown)
     assert "Policy health" in [s.value for s in at.subheader]
 
 
@@ -64,6 +64,24 @@ def test_a_sign_that_only_some_steps_had_is_a_line_of_those() -> None:
     assert found["response length, tokens"] == {"mean": [{"step": 0, "value": 7.0}, {"step": 2, "value": 8.0}]}
     assert [p["value"] for p in found["entropy, nats per token"]["entropy"]] == [1.0, 0.9]
     assert set(found) == {"response length, tokens", "entropy, nats per token"}
+
+
+def test_a_caption_is_about_the_lines_that_are_drawn() -> None:
+    ((panel, lines),) = drawn([bucket(n, truncated_fraction=1.0, stale_fraction=0.0) for n in range(9)])
+    assert panel.normal(lines).startswith("Truncated: ") and "Filtered" not in panel.normal(lines)
+
+
+def test_a_share_has_no_axis_beyond_all_of_it() -> None:
+    def top(figures: str) -> float:
+        spec = charts.curves(
+            {"truncated": LINES["mean"], "one": [{"step": 1.0, "value": 0.95}]},
+            "shares",
+            across=(0, 9),
+            figures=figures,
+        )
+        return float(spec["layer"][2]["encoding"]["y"]["scale"]["domain"][1])
+
+    assert top(".1~%") == 1.0 and top("~g") > 1.0
 
 
 def test_every_line_is_a_sign() -> None:

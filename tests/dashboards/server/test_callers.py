@@ -105,3 +105,22 @@ def test_every_answer_carries_the_headers_and_no_weaker_ones() -> None:
 def test_a_refused_websocket_is_closed_before_it_is_accepted() -> None:
     assert [m["type"] for m in sent("websocket", "localhost")] == ["websocket.accept"]
     assert [m["type"] for m in sent("websocket", "evil.example")] == ["websocket.close"]
+
+
+@pytest.mark.parametrize(
+    ("path", "accept", "is_there"),
+    [
+        ("/", "text/html,*/*", True),
+        ("/incidents", "text/html,*/*", True),
+        ("/incidents/_stcore/health", "*/*", True),
+        ("/static/js/index.js", "*/*", True),
+        ("/nope", "text/html,*/*", False),
+        ("/nope/fleet", "text/html,*/*", False),
+    ],
+)
+def test_a_page_that_does_not_exist_is_not_found(path: str, accept: str, is_there: bool) -> None:
+    """Streamlit would draw the Overview page below a dialog, whose text is replaced by that of a lost server."""
+    status, _ = rejection_reason(
+        LOOPBACK, kind="http", method="GET", path=path, host="localhost", origin=None, accept=accept
+    )
+    assert status == (0 if is_there else HTTPStatus.NOT_FOUND)

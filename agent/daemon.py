@@ -11,6 +11,7 @@ another agent uses, or a port that is taken.
 """
 
 import argparse
+import errno
 import logging
 import os
 import resource
@@ -211,14 +212,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         agent = Agent(settings)
-    except (ConfigError, DirectoryInUse, OSError) as e:
-        print(f"rolecall agent: {e}", file=sys.stderr)
-        return 2
+    except (ConfigError, DirectoryInUse) as e:
+        return _refused(str(e))
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            return _refused(f"{e.strerror}; stop it, or choose another port: --port PORT (0: any free one)")
+        return _refused(f"{os.fsdecode(e.filename)}: {os_reason(e)}" if e.filename else os_reason(e))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     try:
         agent.run()
     except WatchRefused as e:
-        print(f"rolecall agent: {e}", file=sys.stderr)
-        return 2
+        return _refused(str(e))
     return 0
+
+
+def _refused(because: str) -> int:
+    print(f"rolecall agent: {because}", file=sys.stderr)
+    return 2

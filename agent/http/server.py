@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rolecall.agent.http import parameters
+from rolecall.core.text import os_reason, plain
 
 if TYPE_CHECKING:
     import ssl
@@ -304,6 +305,22 @@ async def _readable(listener: socket.socket) -> None:
         loop.remove_reader(listener)
 
 
+def _listening_on(port: int) -> str:
+    """`PID 4711 (python3)`, as far as this user may see it."""
+    try:
+        import psutil  # of the agent's extra; `rolecall watch` also serves without it
+    except ModuleNotFoundError:
+        return "another process"
+    try:
+        found = [
+            c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr[1:2] == (port,)
+        ]
+        pid = next(filter(None, found))
+        return f"PID {pid} ({plain(psutil.Process(pid).name())})"
+    except (StopIteration, OSError, psutil.Error):
+        return "another process"
+
+
 class HttpServer:
     """Listens from the moment it is made; serves between `start` and `stop`."""
 
@@ -327,7 +344,7 @@ class HttpServer:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as e:
-            reason = "Address already in use" if e.errno == errno.EADDRINUSE else e.strerror
+            reason = f"in use by {_listening_on(port)}" if e.errno == errno.EADDRINUSE else os_reason(e)
             raise OSError(e.errno, f"cannot listen on {host}:{port}: {reason}") from e
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         config: dict[str, Any] = {

@@ -223,4 +223,4 @@ def test_a_second_agent_on_the_same_directory_is_refused(tmp_path: Path) -> None
             env=dict(os.environ),
             check=False,
         )
-        assert second.returncode == 2 and "another agent uses this directory" in second.stderr
+        assert second.returncode == 2 and "uses this directory" in second.stderr

@@ -24,8 +24,8 @@ from rolecall.cli.options import (
     show,
     whoami,
 )
-from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.core.errors import CommandRefused, ConfigError
+from rolecall.core.rundir import RunDir, find_run_dir, write_atomically
 from rolecall.core.text import plain
 
 app = typer.Typer()
@@ -173,7 +173,12 @@ def incidents(
     from rolecall.terminal import recovery
 
     where = chosen_run(runs, run)
-    value = queries.incidents(where, incident or None)
+    try:
+        value = queries.incidents(where, incident or None)
+    except CommandRefused as e:
+        if incident != "latest" and find_run_dir(runs, incident) is None:
+            raise
+        raise CommandRefused(f"{e}. {incident} is a run: did you mean --run {shlex.quote(incident)}?") from None
     present(as_json, value, recovery.incidents(value, SystemClock().wall(), where.shell_name))
 
 

@@ -256,7 +256,9 @@ def test_a_run_is_an_argument_or_an_option_but_not_two(fake_run: RunDir, capsys:
     assert code == 2 and "name a run" in err, "nothing is stopped by default"
 
 
-def test_a_run_where_an_incident_is_expected_is_recognised(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_where_an_incident_is_expected_is_recognised(
+    fake_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     runs = ("--runs", str(fake_run.path.parent))
     code, _, err = _run(capsys, "incidents", fake_run.run_id, *runs)
     assert code != 0 and f"did you mean --run {fake_run.run_id}?" in err

@@ -88,7 +88,7 @@ def diagnose(
     Names the machine, the onset of its fault and the evidence. Reads kernel logs, Flight Recorder dumps, stacks, NCCL's
     answers and recordings of metrics.
 
-    Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
+    Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: wrong usage or unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
     from rolecall.diagnose import standard_input
     from rolecall.terminal import findings

@@ -58,7 +58,7 @@ def doctor(
 
     Checks whether the node can be watched.
 
-    Exit code 1 if something is broken."""
+    Exit code 0: nothing is broken; 1: something is; 2: wrong usage or an unreadable agent.yaml."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text

@@ -36,9 +36,10 @@ AGENTS_SHOWN_MAX = 8
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
 def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Show steps, replicas and open incidents; of a job that rolecall only watches its ranks with their PIDs.
+    """Show steps, replicas and open incidents; of a job that rolecall only watches, its ranks with their PIDs.
 
-    Exit code 1 while an incident is open or unreadable."""
+    Exit code 0: no open incident; 1: one is open or unreadable; 2: there is no such run, or its journal cannot be read.
+    """
     from rolecall.core.clock import SystemClock
     from rolecall.core.journal.journal import Journal
     from rolecall.recovery.operators import queries
@@ -164,10 +165,12 @@ def incidents(
     run: RunOption = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """List incidents: open ones, then the newest first.
 
-    Each with its diagnosis, evidence, actions and outcome."""
+    Each with its diagnosis, evidence, actions and outcome.
+
+    Exit code 0: none of them is open; 1: one is open or unreadable; 2: there is no such incident or run."""
     from rolecall.core.clock import SystemClock
     from rolecall.recovery.operators import queries
     from rolecall.terminal import recovery
@@ -180,6 +183,7 @@ def incidents(
             raise
         raise CommandRefused(f"{e}. {incident} is a run: did you mean --run {shlex.quote(incident)}?") from None
     present(as_json, value, recovery.incidents(value, SystemClock().wall(), where.shell_name))
+    return int(any(i["open"] or i["set_aside"] for i in value))
 
 
 @app.command(epilog=examples('rolecall review inc-1-rollout-1 --wrong --reason "the switch was at fault"'))

@@ -102,6 +102,11 @@ class RunDir:
             raise RunNotFound(f"{self.path / 'run.json'}: damaged: not a mapping")
         return value
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether this is a job that rolecall watches and did not start. Raises RunNotFound, as `read`."""
+        return "agents" in self.read()
+
     def write(self, value: dict[str, Any]) -> None:
         write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
 

@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 COMMAND = "python -m tools.reference_pages"
 
 
-_EXIT_CODES = """Exit codes: 0 success; 1 a fault, a failed check or an incident left open; 2 wrong usage, a command that
-is refused, or unreadable input; 3 a defect of rolecall; 130 interrupted.
+_EXIT_CODES = """Exit codes: 0 success; 1 a fault, a failed check or an incident left open; 2 wrong usage, a command
+that is refused, or unreadable input; 3 a defect of rolecall; 130 interrupted.
 """
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
-from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.core.text import ago, counted, in_words, past, utc
 from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
 from rolecall.recovery.notifications.outbox import notification_text
@@ -186,7 +186,7 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         current = "open" if would or to_do else incident["state"]
         state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or current)
         style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
-        because = incident["set_aside"] or incident["because"]
+        because = incident["set_aside"] or (incident["because"] if outcome is None else past(incident["because"]))
         parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
         closed = f"; closed {ago(incident['closed_at'], now)}" if incident["closed_at"] is not None else ""
         add((f"opened {ago(incident['opened_at'], now)}{closed}", SOFT))

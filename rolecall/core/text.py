@@ -86,7 +86,9 @@ def past(because: str) -> str:
 
 
 def os_reason(error: BaseException) -> str:
-    """Why a call of the system failed, without the number: `No such file or directory`."""
+    """Why a call of the system failed, without the number: `No such file or directory`; or why a file was not read."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text file (UTF-8)"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 

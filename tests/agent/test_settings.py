@@ -72,7 +72,9 @@ def test_nothing_is_reported_twice(tmp_path: Path, text: str) -> None:
         load_agent_file(path)
 
 
-@pytest.mark.parametrize(("text", "message"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "decode")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "not a text file")]
+)
 def test_an_invalid_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "agent.yaml"
     path.write_bytes(text.encode("latin-1"))

@@ -220,6 +220,40 @@ def test_a_job_file_without_content_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [("run",), ("agent", "--config"), ("doctor", "--config"), ("watch", "agents")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xe8\x00\xff", "not a text file (UTF-8)"),
+        (
+            b"a: 1\nb: [1,\n",
+            "not YAML, line 3: expected the node content, but found the end, while parsing a flow node",
+        ),
+        (b"a: \x00\n", "not a text: it has control characters"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_said_without_internals(
+    command: tuple[str, ...], content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(content)
+    code, _, err = _run(capsys, *command, str(path))
+    assert code == 2 and err.count("\n") == 1 and f"{path}: {said}" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"hello", "not a Parquet file"), (b"PAR1 and no more", "not a readable Parquet file: its end")],
+)
+def test_a_recording_that_is_no_parquet_is_said_without_internals(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.parquet"
+    path.write_bytes(content)
+    code, _, err = _run(capsys, "watch", "recording", str(path))
+    assert code == 2 and f"{path}: {said}" in err and "PARE" not in err
+
+
 def test_errors_have_no_numbers_of_the_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "none.yaml")
     for argv in (

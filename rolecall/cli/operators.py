@@ -11,6 +11,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     HelpGroup,
     JsonOption,
     ReasonOption,
@@ -28,7 +29,7 @@ from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.rundir import RunDir, find_run_dir, write_atomically
 from rolecall.core.text import plain
 
-app = typer.Typer()
+app = Commands()
 
 AGENTS_SHOWN_MAX = 8
 """In the command that starts a watch again."""
@@ -161,7 +162,7 @@ def lift(
 
 @app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))
 def incidents(
-    incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="[ID]")] = "",
+    incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="ID")] = "",
     run: RunOption = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
@@ -206,7 +207,7 @@ def review(
     return 0
 
 
-incident = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Export one incident for a ticket.")
+incident = Commands(cls=HelpGroup, no_args_is_help=True, help="Export one incident for a ticket.")
 
 
 @incident.command(epilog=examples("rolecall incident export inc-1-rollout-1 --anonymous -o ticket.tar.gz"))

@@ -9,6 +9,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     JsonOption,
     NamedRunArgument,
     NamedRunOption,
@@ -29,7 +30,7 @@ from rolecall.core.text import counted
 if TYPE_CHECKING:
     from rolecall.core.config.job import JobConfig
 
-app, results = typer.Typer(), typer.Typer()
+app, results = Commands(), Commands()
 
 
 @app.command(

@@ -17,7 +17,7 @@ from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
-from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
+from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, Rows, aligned
 
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
@@ -106,15 +106,17 @@ def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
             return _text(mode, ("no watch has led yet", WARN), f"; {start}")
 
 
-def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
-    lines = []
+def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
+    lines: list[RenderableType] = []
     if len(replicas) > REPLICAS_SHOWN_MAX:
         roles: dict[str, list[bool]] = {}
         for r in replicas:
             roles.setdefault(r["replica"].partition("/")[0], []).append(r["state"] in SERVING)
-        lines = aligned((_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items())
+        lines += aligned(
+            (_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items()
+        )
         replicas = [r for r in replicas if r["state"] not in SERVING]
-    return lines + aligned(
+    rows = [
         (
             _text(f"{r['replica']}#{r['incarnation']}"),
             _text((r["state"] or "not started", _REPLICA_STYLES.get(r["state"], WARN))),
@@ -124,15 +126,16 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
             else _text((f"#{r['desired_incarnation']} is wanted", WARN)),
         )
         for r in replicas
-    )
+    ]
+    return [*lines, Rows(rows)]
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
+def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
     """Of a job that rolecall only watches."""
     if len(ranks) > REPLICAS_SHOWN_MAX:
         alive = sum(r["is_alive"] for r in ranks)
         return [_text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
-    return aligned(
+    rows = [
         (
             _text(f"{r['replica']} rank {r['rank']}"),
             _text(f"pid {r['pid']}"),
@@ -142,7 +145,8 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
             _text((f"last progress {ago(r['progress_at'], now)}" if r["progress_at"] else "", SOFT)),
         )
         for r in ranks
-    )
+    ]
+    return [Rows(rows)]
 
 
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:

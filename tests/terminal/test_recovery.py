@@ -12,6 +12,8 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import ago, past
 from rolecall.recovery.durations import IncidentDurations
 from rolecall.recovery.operators import queries
+from rolecall.terminal import recovery
+from rolecall.terminal.console import as_text
 from rolecall.views.observed_ranks import ObservedRank
 from tests.events import filled
 from tests.recovery.world import World
@@ -137,6 +139,10 @@ def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_pa
     assert lines[1].startswith("inc-1-rollout-1 open: rollout/1#1: hang") and "in mode act rolecall would" in text
     assert "(plan " not in text and "evictions" not in text
     assert text.count(world.only().diagnosis.because) == 1, "the reason of the page does not repeat it"
+    narrow = as_text(recovery.status({**queries.status(run, world.clock), "ranks": ranks}, now, "my-run"), width=60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "  trainer/0 rank 0  pid 40  vm  phase step  step 7\n      last progress 3 s ago, " in narrow
+    assert "  trainer/0 rank 1  pid 41  vm  exited      step 7\n      last progress" in narrow
     many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
     assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
 

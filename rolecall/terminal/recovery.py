@@ -140,13 +140,17 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableTyp
             _text(f"{r['replica']} rank {r['rank']}"),
             _text(f"pid {r['pid']}"),
             _text(r["node"]),
-            _text(f"phase {r['phase']}" if r["is_alive"] else ("exited", SOFT)),
+            _text(_doing(r) if r["is_alive"] else ("exited", SOFT)),
             _text(f"step {r['step']}" if r["step"] >= 0 else ""),
             _text((f"last progress {ago(r['progress_at'], now)}" if r["progress_at"] else "", SOFT)),
         )
         for r in ranks
     ]
     return [Rows(rows)]
+
+
+def _doing(rank: Mapping[str, Any]) -> str:
+    return f"phase {rank['phase']}" if rank["phase"] else "running"
 
 
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:

@@ -1,6 +1,7 @@
 """Commands on a job that rolecall only watches: none tells of a run that rolecall made."""
 
 import json
+import logging
 from contextlib import closing
 from pathlib import Path
 
@@ -82,6 +83,15 @@ def test_incidents_says_whether_one_is_open_as_value_and_exit_code(
     assert main(command) == 0
     (value,) = json.loads(capsys.readouterr().out)
     assert (value["open"], value["state"], value["outcome"]) == (False, "closed", "self_recovered")
+
+
+def test_a_watch_that_shows_what_it_watches_logs_warnings_only(job: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr("logging.basicConfig", lambda **settings: levels.append(settings["level"]))
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+    assert watch_run(job, 0.1, show=lambda _: None) == 0
+    assert watch_run(job, 0.1) == 0
+    assert levels == [logging.WARNING, logging.INFO]
 
 
 def test_a_second_watch_says_that_another_one_leads(job: RunDir, caplog: pytest.LogCaptureFixture) -> None:

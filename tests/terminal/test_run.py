@@ -310,6 +310,8 @@ def test_lines_show_changes_once_then_progress() -> None:
         "step 6   reward 0.60",
     ]
     assert len(plain_lines(second, second)) == 1, "a shown line is not repeated"
+    assert plain_lines(second, second, progress_due=False) == [], "nothing has changed"
+    assert len(plain_lines(first, second, progress_due=False)) == 4, "changes come with the progress"
     assert len(plain_lines(None, first)) == 1, "the first snapshot has no list of changes"
 
 

@@ -193,7 +193,8 @@ def plain_lines(before: RunSnapshot | None, now: RunSnapshot, *, progress_due: b
             lines.append(f"{at}incident {incident.incident_id} {_who(incident)}: {incident.stage}. {incident.detail}")
     if now.paused and (before is None or before.paused != now.paused):
         lines.append(f"{at}paused: {now.paused}")
-    if lines or progress_due:
+    evaluated = before is not None and before.held_out_reward != now.held_out_reward
+    if lines or evaluated or progress_due:
         lines.append(at + _progress(now).plain)
     return [plain(line, 500).rstrip() for line in lines]
 
@@ -307,8 +308,8 @@ class Screen:
         self._printed.append(text)
         self._print(text)
 
-    def draw(self, journal: Journal, now: float) -> None:
-        """Reads and shows new events. `now`: monotonic seconds, for the log; the display uses wall time."""
+    def draw(self, journal: Journal, now: float, *, last: bool = False) -> None:
+        """Reads and shows new events. `now`: monotonic seconds; the display uses wall time. `last`: the run is over."""
         try:
             projection = self._projection
             for page in self._reader.pages(journal):
@@ -325,7 +326,9 @@ class Screen:
             if self._live is not None:
                 self._draw(snapshot)
             else:
-                lines = plain_lines(self._before, snapshot, progress_due=now - self._progress_at >= PROGRESS_SECONDS)
+                lines = plain_lines(
+                    self._before, snapshot, progress_due=last or now - self._progress_at >= PROGRESS_SECONDS
+                )
                 if lines:
                     self._progress_at = now
                 for line in lines:

@@ -11,10 +11,12 @@ import errno
 import functools
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -50,6 +52,8 @@ GZIP_BYTES_MIN, GZIP_LEVEL = 1024, 1
 CHUNK_BYTES = 1 << 20
 ACCEPT_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 2.0
+LISTENING = "0A"
+"""State in /proc/net/tcp."""
 DEFAULT_HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="rolecall"'}
 _BUSY = json.dumps({"error": f"{NUM_CONNECTIONS_MAX} connections are open"})
@@ -307,18 +311,17 @@ async def _readable(listener: socket.socket) -> None:
 
 def _listening_on(port: int) -> str:
     """`PID 4711 (python3)`, as far as this user may see it."""
-    try:
-        import psutil  # of the agent's extra; `rolecall watch` also serves without it
-    except ModuleNotFoundError:
-        return "another process"
-    try:
-        found = [
-            c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr[1:2] == (port,)
-        ]
-        pid = next(filter(None, found))
-        return f"PID {pid} ({plain(psutil.Process(pid).name())})"
-    except (StopIteration, OSError, psutil.Error):
-        return "another process"
+    sockets = set[str]()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+            sockets |= {f"socket:[{r[9]}]" for r in rows if r[3] == LISTENING and r[1].endswith(f":{port:04X}")}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(descriptor) in sockets:
+                process = descriptor.parents[1]
+                return f"PID {process.name} ({plain((process / 'comm').read_text().strip())})"
+    return "another process"
 
 
 class HttpServer:

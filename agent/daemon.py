@@ -11,6 +11,7 @@ another agent uses, or a port that is taken.
 """
 
 import argparse
+import errno
 import logging
 import os
 import resource
@@ -18,6 +19,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rolecall.agent.collectors.process.exits import WatchRefused
 from rolecall.agent.data_dir import TOKEN_NAME, access_of, refuse_foreign, token_of
@@ -30,6 +32,7 @@ from rolecall.core.text import os_reason
 LOOPBACK = "127.0.0.1"
 NUM_DESCRIPTORS = 4096
 """Soft limit to set, where the hard limit allows: 256 watched processes, collectors with open files, connections."""
+HELP_COLUMNS = 80
 INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 
 
@@ -56,47 +59,66 @@ def _interval(text: str) -> float:
     return value
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """As the other commands' help, which the agent starts without."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=HELP_COLUMNS)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: str | None = None) -> None:
+        super().add_usage(usage, actions, groups, "Usage: " if prefix is None else prefix)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rolecall agent",
-        description="Run the agent of this node: serve its metrics, events and evidence over HTTP until SIGTERM or "
-        "Ctrl-C.",
-        epilog="""examples:
-  rolecall agent                                     # every default
-  rolecall agent token                               # the token of this node and where it is; creates it
-  rolecall agent --explain > agent.yaml              # a configuration file to edit
-  rolecall agent --config /etc/rolecall/agent.yaml
-  rolecall agent --node gpu-017 --host 10.0.0.17 --port 9477""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="rolecall agent [OPTIONS] [token]",
+        description="  Run the agent of this node: serve its metrics, events and evidence over\n"
+        "  HTTP until SIGTERM or Ctrl-C.\n\n"
+        "  Exit code 0: stopped; 2: wrong usage, or another agent has the directory\n  or the port.",
+        epilog="""  Examples:
+    rolecall agent                         # every default
+    rolecall agent token                   # this node's token; creates it
+    rolecall agent --explain > agent.yaml  # a configuration file to edit
+    rolecall agent --config /etc/rolecall/agent.yaml
+    rolecall agent --node gpu-017 --host 10.0.0.17 --port 9477""",
+        formatter_class=_Help,
+        add_help=False,
     )
-    parser.add_argument(
-        "action", nargs="?", choices=("token",), help="print the node's token (created if there is none) and exit"
+    arguments, options = parser.add_argument_group("Arguments"), parser.add_argument_group("Options")
+    arguments.add_argument(
+        "action",
+        nargs="?",
+        choices=("token",),
+        help="Print the node's token (created if there is none) and exit.",
+        metavar="token",
     )
-    parser.add_argument(
+    options.add_argument(
         "--bearer",
         action="store_true",
-        help="with `token`: the line that --credentials of `rolecall watch agents` takes",
+        help="With `token`: the line that --credentials of `rolecall watch agents` takes.",
     )
-    parser.add_argument("--config", type=Path, help="agent.yaml; the options below override it", metavar="FILE")
-    parser.add_argument(
-        "--explain", action="store_true", help="print an agent.yaml with every key and its meaning, and exit"
+    options.add_argument("--config", type=Path, help="agent.yaml; the options below override it.", metavar="FILE")
+    options.add_argument(
+        "--explain", action="store_true", help="Print an agent.yaml with every key and its meaning, and exit."
     )
-    parser.add_argument("--node", type=_node, help="name of this node (default: host name)")
-    parser.add_argument(
+    options.add_argument("--node", type=_node, help="Name of this node (default: host name).")
+    options.add_argument(
         "--data-dir",
         type=Path,
-        help="events, cursors, socket and token (default: $ROLECALL_AGENT_DIR, else /var/lib/rolecall as root, else "
-        "~/.local/state/rolecall)",
+        help="Events, cursors, socket and token (default: $ROLECALL_AGENT_DIR, else /var/lib/rolecall as root, else "
+        "~/.local/state/rolecall).",
         metavar="DIR",
     )
-    parser.add_argument(
-        "--token-file", type=Path, help="file with the access token (default: DIR/token)", metavar="FILE"
+    options.add_argument(
+        "--token-file", type=Path, help="File with the access token (default: DIR/token).", metavar="FILE"
     )
-    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=_port, help="port to listen on (default: 9477; 0: any free one)")
-    parser.add_argument(
-        "--interval", type=_interval, help="seconds between samples of the ranks (default: 1)", metavar="SECONDS"
+    options.add_argument("--host", help="Address to listen on (default: 127.0.0.1).")
+    options.add_argument("--port", type=_port, help="Port to listen on (default: 9477; 0: any free one).")
+    options.add_argument(
+        "--interval", type=_interval, help="Seconds between samples of the ranks (default: 1).", metavar="SECONDS"
     )
+    options.add_argument("-h", "--help", action="help", help="Show this message and exit.")
     # Of the bundled runtime and of tests.
     parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--raylet-pid", type=int, help=argparse.SUPPRESS)
@@ -211,14 +233,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         agent = Agent(settings)
-    except (ConfigError, DirectoryInUse, OSError) as e:
-        print(f"rolecall agent: {e}", file=sys.stderr)
-        return 2
+    except (ConfigError, DirectoryInUse) as e:
+        return _refused(str(e))
+    except OSError as e:
+        if e.errno == errno.EADDRINUSE:
+            return _refused(f"{e.strerror}; stop it, or choose another port: --port PORT (0: any free one)")
+        return _refused(f"{os.fsdecode(e.filename)}: {os_reason(e)}" if e.filename else os_reason(e))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
     try:
         agent.run()
     except WatchRefused as e:
-        print(f"rolecall agent: {e}", file=sys.stderr)
-        return 2
+        return _refused(str(e))
     return 0
+
+
+def _refused(because: str) -> int:
+    print(f"rolecall agent: {because}", file=sys.stderr)
+    return 2

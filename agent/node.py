@@ -47,7 +47,22 @@ HOUSEKEEPING_SECONDS = 1.0
 class DirectoryInUse(RolecallError):
     def __init__(self, path: Path) -> None:
         self.path = path
-        super().__init__(f"{path}: another agent uses this directory")
+        pid, url = _serving(path)
+        who = f"another agent (PID {pid}, {url})" if pid else "another agent"
+        stop = f"kill {pid}" if pid else "stop it"
+        super().__init__(
+            f"{path}: {who} uses this directory; one agent serves all jobs of a node. To replace it: {stop}; for a "
+            "second one: --data-dir DIR --port PORT"
+        )
+
+
+def _serving(data_dir: Path) -> tuple[int, str]:
+    """PID and URL that the agent of this directory wrote; 0 while it starts, or if this user cannot read them."""
+    try:
+        written = json.loads((data_dir / "agent.json").read_bytes())
+        return int(written["pid"]), str(written["url"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

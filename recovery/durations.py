@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from rolecall.core.text import seconds
 from rolecall.recovery.incidents import Incident
 
+SECONDS_SHOWN_MIN = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentDurations:
@@ -25,24 +27,28 @@ class IncidentDurations:
     def found_words(self) -> str:
         """`found 2.31 s after the fault, 1.10 s after the onset`; empty if neither time is known."""
         clocks = (("fault", self.fault_to_finding), ("onset", self.onset_to_finding))
-        known = [f"{seconds(value)} after the {clock}" for clock, value in clocks if value is not None]
+        known = [f"{_short(value)} after the {clock}" for clock, value in clocks if value is not None]
         return f"found {', '.join(known)}" if known else ""
 
     @property
     def end_words(self) -> str:
         """`verified 9.80 s after the finding`, `closed 3.10 s after the opening` or `open for 35.0 s`."""
         if self.finding_to_verified is not None:
-            return f"verified {seconds(self.finding_to_verified)} after the finding"
+            return f"verified {_short(self.finding_to_verified)} after the finding"
         if self.opening_to_close is not None:
-            return f"closed {seconds(self.opening_to_close)} after the opening"
+            return f"closed {_short(self.opening_to_close)} after the opening"
         return f"open for {seconds(self.open_seconds)}"
 
     @property
     def words(self) -> str:
         """All of them, in order of time."""
         serving = self.finding_to_serving
-        again = "" if serving is None else f"serving again {seconds(serving)} after the finding"
+        again = "" if serving is None else f"serving again {_short(serving)} after the finding"
         return ", ".join(part for part in (self.found_words, again, self.end_words) if part)
+
+
+def _short(value: float) -> str:
+    return seconds(value) if value >= SECONDS_SHOWN_MIN else f"less than {SECONDS_SHOWN_MIN} s"
 
 
 def durations(

@@ -207,7 +207,7 @@ class Watch:
         )
         because = getattr(payload, "because", None)
         line = {"event": str(payload.kind), "incident": event.incident_id, "because": because, "seq": event.seq}
-        logger.info("%s", json.dumps(line))
+        logger.info("%s", json.dumps({name: value for name, value in line.items() if value is not None}))
         self._projection.refresh(self._journal)
         return event
 

@@ -27,8 +27,8 @@ FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 COMMAND = "python -m tools.reference_pages"
 
 
-_EXIT_CODES = """Exit codes: 0 success; 1 a fault, a failed check or an incident left open; 2 wrong usage or unreadable
-input; 3 a defect of rolecall; 130 interrupted.
+_EXIT_CODES = """Exit codes: 0 success; 1 a fault, a failed check or an incident left open; 2 wrong usage, a command
+that is refused, or unreadable input; 3 a defect of rolecall; 130 interrupted.
 """
 
 
@@ -49,6 +49,8 @@ def cli_page() -> str:
 
 
 def _command(command: Any, path: tuple[str, ...]) -> Iterator[str]:
+    from rolecall.cli.options import shown_name
+
     children: Mapping[str, Any] = getattr(command, "commands", {})
     if len(path) > 1:
         context = command.context_class(command, info_name=" ".join(path))
@@ -59,7 +61,7 @@ def _command(command: Any, path: tuple[str, ...]) -> Iterator[str]:
         if not command.params and not children:
             yield f"```text\n{_printed_help(path)}\n```\n"
         if records:
-            rows = [f"| {_cell(f'`{name}`')} | {_cell(_escaped(text))} |" for name, text in records]
+            rows = [f"| {_cell(f'`{shown_name(name)}`')} | {_cell(_escaped(text))} |" for name, text in records]
             yield "| parameter | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
     for name in sorted(children):
         if not children[name].hidden:
@@ -82,10 +84,8 @@ def _printed_help(path: tuple[str, ...]) -> str:
 
 
 def _usage(text: str) -> str:
-    """One line without click's doubled brackets."""
-    return re.sub(r"\{(\S+?)\}", r"\1", " ".join(text.split()[1:]).replace("[[", "[").replace("]]", "]")).replace(
-        "......", "..."
-    )
+    """In one line."""
+    return " ".join(text.split()[1:])
 
 
 def _help(text: str | None) -> str:

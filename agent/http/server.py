@@ -11,10 +11,12 @@ import errno
 import functools
 import json
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -32,6 +34,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rolecall.agent.http import parameters
+from rolecall.core.text import os_reason, plain
 
 if TYPE_CHECKING:
     import ssl
@@ -49,6 +52,8 @@ GZIP_BYTES_MIN, GZIP_LEVEL = 1024, 1
 CHUNK_BYTES = 1 << 20
 ACCEPT_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 2.0
+LISTENING = "0A"
+"""State in /proc/net/tcp."""
 DEFAULT_HEADERS = [("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff")]
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="rolecall"'}
 _BUSY = json.dumps({"error": f"{NUM_CONNECTIONS_MAX} connections are open"})
@@ -304,6 +309,21 @@ async def _readable(listener: socket.socket) -> None:
         loop.remove_reader(listener)
 
 
+def _listening_on(port: int) -> str:
+    """`PID 4711 (python3)`, as far as this user may see it."""
+    sockets = set[str]()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path("/proc/net", table).read_text().splitlines()[1:]]
+            sockets |= {f"socket:[{r[9]}]" for r in rows if r[3] == LISTENING and r[1].endswith(f":{port:04X}")}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it has ended
+            if os.readlink(descriptor) in sockets:
+                process = descriptor.parents[1]
+                return f"PID {process.name} ({plain((process / 'comm').read_text().strip())})"
+    return "another process"
+
+
 class HttpServer:
     """Listens from the moment it is made; serves between `start` and `stop`."""
 
@@ -327,7 +347,7 @@ class HttpServer:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=64)
         except OSError as e:
-            reason = "Address already in use" if e.errno == errno.EADDRINUSE else e.strerror
+            reason = f"in use by {_listening_on(port)}" if e.errno == errno.EADDRINUSE else os_reason(e)
             raise OSError(e.errno, f"cannot listen on {host}:{port}: {reason}") from e
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         config: dict[str, Any] = {

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import quote
 
-from rolecall.core.errors import CommandRefused
+from rolecall.core.errors import CommandRefused, RolecallError
 from rolecall.core.text import counted, escape, plain
 from rolecall.dashboards.grafana.board import TAG
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
@@ -42,7 +42,7 @@ class DashboardChangeKind(StrEnum):
     UNCHANGED = "unchanged"
 
 
-class PushRejected(CommandRefused):
+class PushRejected(RolecallError):
     """All problems that prevent the push; nothing was written."""
 
     def __init__(self, problems: Sequence[str]) -> None:

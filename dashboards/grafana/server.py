@@ -18,7 +18,7 @@ from grafana_client import GrafanaApi
 from grafana_client.client import GrafanaException
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import CommandRefused, ConfigError
+from rolecall.core.errors import ConfigError, RolecallError
 from rolecall.core.text import plain
 
 DEADLINE_SECONDS = 20.0
@@ -34,7 +34,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 Json = dict[str, Any]
 
 
-class GrafanaRefused(CommandRefused):
+class GrafanaRefused(RolecallError):
     """The server rejected a request or sent no usable response. `status` 0: no response, so a write may have
     happened."""
 

@@ -20,7 +20,7 @@ from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
 from rolecall.detector.live.history import ObservationHistory, decode, encode
-from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess
+from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
@@ -291,4 +291,7 @@ class LiveDetector:
 def _progress_of(subject: MonitoredProcess) -> str:
     if not subject.reports:
         return f"{subject.name()} runs; it does not report progress"
-    return f"{subject.name()} has finished {counted(subject.worked, 'unit')} of work and is in phase {subject.phase}"
+    where = phase_text(subject.phase, subject.sample.step if subject.sample else -1)
+    if subject.phase == Phase.STEP:  # a step is its only unit of work
+        return f"{subject.name()} makes progress, last seen in {where}"
+    return f"{subject.name()} has finished {counted(subject.worked, 'unit')} of work, last seen in {where}"

@@ -179,6 +179,10 @@ class _File:
         except (pl.exceptions.PolarsError, OSError) as e:
             if isinstance(e, OSError) and e.strerror:
                 raise self.unreadable(f"it cannot be read: {e.strerror}") from e
+            if not is_parquet(self._path):
+                raise self.unreadable("not a Parquet file") from e
+            if "must end with" in str(e):
+                raise self.unreadable("not a readable Parquet file: its end is missing") from e
             first = (str(e).splitlines() or [type(e).__name__])[0][:200]
             raise self.unreadable(f"not a readable Parquet file: {first}") from e
 

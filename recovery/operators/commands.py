@@ -71,19 +71,27 @@ def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[t
     """The journal and the incidents of a run that goes on. Raises CommandRefused: it has ended, or rolecall only
     watches it."""
     with opened(location, clock) as (journal, projection):
-        if not journal.desired() and journal.last(EventKind.RUN_STARTED) is None:
-            refused = "rolecall neither places nor replaces its processes; use what started the job"
-            raise CommandRefused(f"{location.run_id} is only watched: {refused}")
+        _refuse_watched(
+            location, journal, "rolecall neither places nor replaces its processes; use what started the job"
+        )
         if projection.ended is not None:
             allowed = "only a review of a diagnosis and a burn-in can still be recorded"
             raise CommandRefused(f"{location.run_id} has ended ({projection.ended}): {allowed}")
         yield journal, projection
 
 
+def _refuse_watched(location: RunLocation, journal: Journal, because: str) -> None:
+    """Raises CommandRefused: rolecall only watches this run."""
+    if not journal.desired() and journal.last(EventKind.RUN_STARTED) is None:
+        raise CommandRefused(f"{location.run_id} is only watched: {because}")
+
+
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
-    """No further action starts until `resume_recovery`. Returns the confirmation to print."""
+    """No further action starts until `resume_recovery`. Returns the confirmation to print. Raises CommandRefused:
+    rolecall only watches the run."""
     check_request(by, because)
     with journal_of(location) as journal:
+        _refuse_watched(location, journal, "rolecall takes no action on it, so there is nothing to pause")
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))

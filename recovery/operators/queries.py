@@ -159,6 +159,7 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
     return {
         "incident_id": incident.incident_id,
         "state": str(incident.state),
+        "open": incident.state is not IncidentState.CLOSED,
         "fault_class": str(incident.diagnosis.fault_class),
         "suspects": [s.name for s in incident.diagnosis.suspects],
         "because": incident.diagnosis.because,

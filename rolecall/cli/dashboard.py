@@ -10,6 +10,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     HelpGroup,
     JournalOption,
     RootOption,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from rolecall.dashboards.settings import Settings
 
 PORT = 8501
-app = typer.Typer()
+app = Commands()
 
 
 @app.command(
@@ -194,7 +195,7 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {os_reason(e)}"]) from None
 
 
-users = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Manage dashboard users and access tokens.")
+users = Commands(cls=HelpGroup, no_args_is_help=True, help="Manage dashboard users and access tokens.")
 
 FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]
 NameArgument = Annotated[str, typer.Argument(help="User name, as the journal records it.", metavar="NAME")]

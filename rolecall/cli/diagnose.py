@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import HelpGroup, JsonOption, examples, out, present, progress
+from rolecall.cli.options import Commands, HelpGroup, JsonOption, examples, out, present, progress
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.detector.panels.panel import PanelDetector
 
-app = typer.Typer()
+app = Commands()
 
 DETECTOR = "sequential"
 FALSE_ALARMS = 100.0
@@ -64,7 +64,7 @@ def diagnose(
         list[Path],
         typer.Argument(
             help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, folders of them; - is standard input.",
-            metavar="PATH...",
+            metavar="PATH",
         ),
     ],
     detector: DetectorOption = DETECTOR,
@@ -89,7 +89,7 @@ def diagnose(
     answers and recordings of metrics.
 
     Exit code 0: healthy, or nobody is suspected; 1: a fault was found, or cannot be told among suspects that are named;
-    2: unreadable input, or a folder without a file of a known kind."""
+    2: wrong usage, unreadable input, or a folder without a file of a known kind."""
     from rolecall.diagnose import diagnose as diagnosing
     from rolecall.diagnose import standard_input
     from rolecall.terminal import findings
@@ -134,7 +134,7 @@ def diagnose(
 )
 def fit(
     recordings: Annotated[
-        list[Path], typer.Argument(help="Recordings of your job, oldest first, mostly healthy.", metavar="RECORDING...")
+        list[Path], typer.Argument(help="Recordings of your job, oldest first, mostly healthy.", metavar="RECORDING")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="The result; an existing file is not overwritten.")],
     detector: Annotated[
@@ -155,7 +155,7 @@ def fit(
     return 0
 
 
-simulate = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Generate recordings with known faults.")
+simulate = Commands(cls=HelpGroup, no_args_is_help=True, help="Generate recordings with known faults.")
 
 
 @simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))

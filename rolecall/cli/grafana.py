@@ -11,6 +11,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     HelpGroup,
     JournalOption,
     JsonOption,
@@ -35,7 +36,7 @@ TOKEN_ENV = "ROLECALL_GRAFANA_TOKEN"
 TOKEN_CHARS_MAX = 4096
 FROM_STDIN = "-"
 
-app = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
+app = Commands(cls=HelpGroup, no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
 
 UrlOption = Annotated[str, typer.Option("--url", help="Grafana server, as https://HOST[:PORT][/PATH].")]
 TokenOption = Annotated[

@@ -1,7 +1,7 @@
 """The `rolecall` command. Each command imports what it needs when it runs.
 
-Exit codes: 0 success; 1 a fault, a failed check or an open incident; 2 wrong usage, unreadable input, or a file or
-database that cannot be used; 3 a defect of rolecall; 130 interrupted.
+Exit codes: 0 success; 1 a fault, a failed check or an open incident; 2 wrong usage, a command that is refused,
+unreadable input, or a file or database that cannot be used; 3 a defect of rolecall; 130 interrupted.
 """
 
 import errno
@@ -19,6 +19,7 @@ import typer
 from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, watch
 from rolecall.cli.options import HelpGroup, out
 from rolecall.core.errors import (
+    CommandRefused,
     ConfigError,
     InvalidId,
     JournalCorrupt,
@@ -52,7 +53,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-USAGE_ERRORS = (InvalidId, ConfigError, JournalError, RunNotFound, NotEnoughNodes, UnreadableInput)
+USAGE_ERRORS = (InvalidId, ConfigError, JournalError, RunNotFound, NotEnoughNodes, UnreadableInput, CommandRefused)
 EXTRAS = {"altair": "reports", "vl_convert": "reports"} | dict.fromkeys(
     ("numpy", "polars", "safetensors", "sklearn"), "detector"
 )

@@ -11,6 +11,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     CredentialsOption,
     HelpGroup,
     JsonOption,
@@ -29,7 +30,7 @@ from rolecall.cli.options import (
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain, utc
 
-app = typer.Typer()
+app = Commands()
 
 
 @app.command(
@@ -58,7 +59,7 @@ def doctor(
 
     Checks whether the node can be watched.
 
-    Exit code 1 if something is broken."""
+    Exit code 0: nothing is broken; 1: something is; 2: wrong usage or an unreadable agent.yaml."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
@@ -79,10 +80,13 @@ def agent(ctx: typer.Context) -> int:
     # The agent parses its own arguments, so that it starts without typer and pydantic.
     from rolecall.agent.daemon import main
 
-    return main(ctx.args)
+    try:
+        return main(ctx.args)
+    except SystemExit as ended:  # of its parser
+        return int(ended.code or 0)
 
 
-node = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="List, quarantine, drain and test nodes.")
+node = Commands(cls=HelpGroup, no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
 NodeArgument = Annotated[str, typer.Argument(help="Node, as `rolecall node list` shows it.", metavar="NODE")]
 BURN_IN_SECONDS = 60.0
@@ -146,7 +150,7 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
     name="burn-in", epilog=examples("rolecall node burn-in --seconds 600", "rolecall node burn-in node-4 --run latest")
 )
 def burn_in(
-    name: Annotated[str, typer.Argument(help="Name of this node (default: its host name).", metavar="[NODE]")] = "",
+    name: Annotated[str, typer.Argument(help="Name of this node (default: its host name).", metavar="NODE")] = "",
     run: Annotated[str, typer.Option("--run", help="Record the result in this run's journal; needs NODE.")] = "",
     seconds: Annotated[
         float, typer.Option(min=1, max=86_400, help="Total duration, shared among the checks.")

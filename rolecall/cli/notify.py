@@ -7,12 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, chosen_run, examples, show
+from rolecall.cli.options import (
+    ROOT,
+    Commands,
+    JsonOption,
+    RootOption,
+    RunArgument,
+    RunOption,
+    chosen_run,
+    examples,
+    show,
+)
 from rolecall.core.config.job import NotifyConfig, NotifyFormat, RecoveryConfig, load_job, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
-notify = typer.Typer(no_args_is_help=True, help="Check the channel over which on-call is notified.")
+notify = Commands(no_args_is_help=True, help="Check the channel over which on-call is notified.")
 
 
 @notify.command(

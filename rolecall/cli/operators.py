@@ -11,6 +11,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     HelpGroup,
     JsonOption,
     ReasonOption,
@@ -24,11 +25,11 @@ from rolecall.cli.options import (
     show,
     whoami,
 )
-from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.core.errors import CommandRefused, ConfigError
+from rolecall.core.rundir import RunDir, find_run_dir, write_atomically
 from rolecall.core.text import plain
 
-app = typer.Typer()
+app = Commands()
 
 AGENTS_SHOWN_MAX = 8
 """In the command that starts a watch again."""
@@ -36,9 +37,10 @@ AGENTS_SHOWN_MAX = 8
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
 def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Show steps, replicas and open incidents; of a job that rolecall only watches its ranks with their PIDs.
+    """Show steps, replicas and open incidents; of a job that rolecall only watches, its ranks with their PIDs.
 
-    Exit code 1 while an incident is open or unreadable."""
+    Exit code 0: no open incident; 1: one is open or unreadable; 2: there is no such run, or its journal cannot be read.
+    """
     from rolecall.core.clock import SystemClock
     from rolecall.core.journal.journal import Journal
     from rolecall.recovery.operators import queries
@@ -160,21 +162,29 @@ def lift(
 
 @app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))
 def incidents(
-    incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="[ID]")] = "",
+    incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="ID")] = "",
     run: RunOption = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """List incidents: open ones, then the newest first.
 
-    Each with its diagnosis, evidence, actions and outcome."""
+    Each with its diagnosis, evidence, actions and outcome.
+
+    Exit code 0: none of them is open; 1: one is open or unreadable; 2: there is no such incident or run."""
     from rolecall.core.clock import SystemClock
     from rolecall.recovery.operators import queries
     from rolecall.terminal import recovery
 
     where = chosen_run(runs, run)
-    value = queries.incidents(where, incident or None)
+    try:
+        value = queries.incidents(where, incident or None)
+    except CommandRefused as e:
+        if incident != "latest" and find_run_dir(runs, incident) is None:
+            raise
+        raise CommandRefused(f"{e}. {incident} is a run: did you mean --run {shlex.quote(incident)}?") from None
     present(as_json, value, recovery.incidents(value, SystemClock().wall(), where.shell_name))
+    return int(any(i["open"] or i["set_aside"] for i in value))
 
 
 @app.command(epilog=examples('rolecall review inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
@@ -197,7 +207,7 @@ def review(
     return 0
 
 
-incident = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Export one incident for a ticket.")
+incident = Commands(cls=HelpGroup, no_args_is_help=True, help="Export one incident for a ticket.")
 
 
 @incident.command(epilog=examples("rolecall incident export inc-1-rollout-1 --anonymous -o ticket.tar.gz"))

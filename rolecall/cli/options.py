@@ -3,13 +3,14 @@
 import getpass
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.database import checked_url, redacted
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
 _RUN = "Run id, path of a run directory, or 'latest'"
-RunArgument = Annotated[str, typer.Argument(help=f"{_RUN} (default: latest).", metavar="[RUN]")]
+RunArgument = Annotated[str, typer.Argument(help=f"{_RUN} (default: latest).", metavar="RUN")]
 RunOption = Annotated[str, typer.Option("--run", help=f"{_RUN} (default: latest).", metavar="RUN")]
 NamedRunArgument = Annotated[str, typer.Argument(help=f"{_RUN}; must be given.", metavar="RUN")]
 NamedRunOption = Annotated[str, typer.Option("--run", help="The same.", metavar="RUN")]
@@ -44,6 +45,39 @@ JournalOption = Annotated[
 HELP_CHARS_MAX = 1000
 """Of a first sentence in the list of commands: none is cut."""
 SecondsOption = Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")]
+
+
+_TYPE = re.compile(r"<(?:list\[)?(\w+)\]?(?: range)?>(?:\.\.\.)?")
+_TYPE_NAMES = {"str": "TEXT", "path": "PATH", "int": "N", "float": "NUMBER"}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def shown_name(name: str) -> str:
+    """A parameter as the help names it: `--runs PATH` for typer's `--runs <path>`, and an argument without its type."""
+    if not name.startswith("-"):
+        return _TYPE.sub("", name).strip()
+    return _TYPE.sub(lambda found: _TYPE_NAMES.get(found[1].lower(), found[0]), name)
+
+
+class HelpCommand(TyperCommand):
+    """A command whose usage is `diagnose [OPTIONS] PATH...`, without typer's braces, and whose help names no types of
+    Python."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write = formatter.write_dl
+        formatter.write_dl = lambda rows: write([(shown_name(name), text) for name, text in rows])
+        super().format_options(ctx, formatter)
+        formatter.write_dl = write
+
+
+class Commands(typer.Typer):
+    """Commands with this help."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, cls=HelpCommand, **settings)
 
 
 class HelpGroup(TyperGroup):

@@ -9,6 +9,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     JsonOption,
     NamedRunArgument,
     NamedRunOption,
@@ -22,14 +23,14 @@ from rolecall.cli.options import (
     print_json,
     show,
 )
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.core.config.job import JobConfig
 
-app, results = typer.Typer(), typer.Typer()
+app, results = Commands(), Commands()
 
 
 @app.command(
@@ -254,10 +255,16 @@ def replay(
 def audit(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
     """Verify journal and ledger.
 
-    Each prompt group was trained once or dropped with a reason, and no line was altered."""
+    Each prompt group was trained once or dropped with a reason, and no line was altered.
+
+    Exit code 0: the audit holds; 1: it found a problem; 2: there is no such run, or nothing to audit."""
     from rolecall.views.audit import audit_run, audit_text
 
-    found = audit_run(chosen_run(runs, run, option))
+    where = chosen_run(runs, run, option)
+    if where.is_watched:
+        because = "rolecall does not run this job, so there are no prompt groups to audit"
+        raise CommandRefused(f"{where.run_id} is only watched: {because}")
+    found = audit_run(where)
     show(as_json, found.summary(), [audit_text(found)])
     return 0 if found.ok else 1
 

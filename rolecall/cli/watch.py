@@ -19,6 +19,7 @@ from rolecall.cli.diagnose import (
 )
 from rolecall.cli.options import (
     ROOT,
+    Commands,
     CredentialsOption,
     HelpGroup,
     RootOption,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
 
     from rolecall.watch.run import MetricsEndpoint
 
-watch = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
-record = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Write live metrics to a recording (Parquet).")
+watch = Commands(cls=HelpGroup, no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
+record = Commands(cls=HelpGroup, no_args_is_help=True, help="Write live metrics to a recording (Parquet).")
 
 PrometheusArgument = Annotated[
     str, typer.Argument(help="Prometheus-compatible server, as http://HOST:9090[/PATH].", metavar="URL")

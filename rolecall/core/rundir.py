@@ -18,6 +18,7 @@ import os
 import secrets
 import shlex
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,11 @@ class RunDir:
             raise RunNotFound(f"{self.path / 'run.json'}: damaged: not a mapping")
         return value
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether this is a job that rolecall watches and did not start. Raises RunNotFound, as `read`."""
+        return "agents" in self.read()
+
     def write(self, value: dict[str, Any]) -> None:
         write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
 
@@ -155,18 +161,43 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
 
 def open_run_dir(root: Path, which: str) -> RunDir:
     """A run by its id, its path, or `latest`. Raises RunNotFound: with the runs that there are."""
-    for candidate in () if which == "latest" else (Path(which), root / which):
-        if (candidate / "run.json").is_file():
-            return RunDir(candidate.resolve())
-    newest = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime, reverse=True)
+    if which != "latest" and (named := find_run_dir(root, which)):
+        return named
+    newest = _newest(root)
     if newest and which == "latest":
-        return RunDir(newest[0].parent.resolve())
-    unknown = "" if which == "latest" else f"{which}: no run of this name; "
+        return RunDir((root / newest[0]).resolve())
+    unknown = "" if which == "latest" else f"{_why_no_run(root, which)}; "
     if not newest:
         raise RunNotFound(f"{unknown}no runs in {root}; try `rolecall demo` or --runs DIR")
-    names = ", ".join(p.parent.name for p in newest[:NAMES_SHOWN_MAX])
-    more = f" and {len(newest) - NAMES_SHOWN_MAX} more" if len(newest) > NAMES_SHOWN_MAX else ""
-    raise RunNotFound(f"{unknown}{root} holds, newest first: {names}{more}")
+    raise RunNotFound(f"{unknown}{root} holds, newest first: {_some(newest)}")
+
+
+def find_run_dir(root: Path, which: str) -> RunDir | None:
+    """A run by its id or its path; None if there is none."""
+    found = (path for path in (Path(which), root / which) if (path / "run.json").is_file())
+    return next((RunDir(path.resolve()) for path in found), None)
+
+
+def _newest(root: Path) -> list[str]:
+    """Names of the runs in `root`, newest first."""
+    files = sorted(root.glob("*/run.json"), key=lambda p: p.stat().st_mtime, reverse=True)
+    return [p.parent.name for p in files]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN_MAX} more" if len(names) > NAMES_SHOWN_MAX else ""
+    return ", ".join(names[:NAMES_SHOWN_MAX]) + more
+
+
+def _why_no_run(root: Path, which: str) -> str:
+    path = next((path for path in (Path(which), root / which) if path.exists()), None)
+    if path is None:
+        return f"{which}: no run of this name"
+    if not path.is_dir():
+        return f"{path}: a file, not the folder of a run"
+    if runs := _newest(path):
+        return f"{path}: holds runs and is none itself ({_some(runs)}): give --runs {shlex.quote(str(path))}"
+    return f"{path}: a folder, but not that of a run: run.json is missing"
 
 
 def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:

@@ -65,8 +65,30 @@ def spans(numbers: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
+_PAST = {
+    " is hung:": " was hung:",
+    " is slow:": " was slow:",
+    " is lost:": " was lost:",
+    " is behind in ": " was behind in ",
+    " is waiting for it": " was waiting for it",
+    " are waiting for it": " were waiting for it",
+    " make no progress in ": " made no progress in ",
+    " computes wrong numbers": " computed wrong numbers",
+}
+"""What detectors say of a fault that goes on, and of one that is over."""
+
+
+def past(because: str) -> str:
+    """The sentence of a diagnosis once the fault is over."""
+    for now, then in _PAST.items():
+        because = because.replace(now, then)
+    return because
+
+
 def os_reason(error: BaseException) -> str:
-    """Why a call of the system failed, without the number: `No such file or directory`."""
+    """Why a call of the system failed, without the number: `No such file or directory`; or why a file was not read."""
+    if isinstance(error, UnicodeDecodeError):
+        return "not a text file (UTF-8)"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)
 
 

@@ -316,7 +316,12 @@ def _nccl(facts: NodeFacts) -> Iterator[_Result]:
         for name in names
         if facts.environ.get(name, "").strip().lower() in _OFF
     ]
-    yield from off or [_ok("torch and NCCL settings allow diagnosis")]
+    if off:
+        yield from off
+    elif facts.rank_uid is not None:
+        yield _ok("torch and NCCL settings allow diagnosis")
+    else:
+        yield _ok("no rank was checked; --pid PID checks the torch and NCCL settings of one")
 
 
 def _clock(facts: NodeFacts) -> Iterator[_Result]:

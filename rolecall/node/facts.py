@@ -23,15 +23,13 @@ from stat import S_IWGRP
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import yaml
-
 from rolecall.agent.data_dir import SOCKET_NAME, default_data_dir
 from rolecall.agent.evidence import find_py_spy
 from rolecall.agent.local_access import own_authorization, reached, served_url
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import read_yaml_file
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, is_loopback, request
-from rolecall.core.text import os_reason
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
 ASK_SECONDS: Final = 3.0
@@ -125,10 +123,7 @@ def _settings(config: Path | None) -> Mapping[str, Any]:
     """Reads only addresses and paths of the agent: the agent itself validates the rest."""
     if config is None:
         return {}
-    try:
-        value = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError([os_reason(e)], str(config)) from None
+    value = read_yaml_file(config)
     if value is not None and not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(config))
     return value or {}

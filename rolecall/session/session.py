@@ -198,7 +198,7 @@ class Session:
             if beside is not None and (news := beside.news()):
                 screen.add_line(news)
             if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
-                screen.draw(journal, now)
+                screen.draw(journal, now, last=done is not None)
                 drawn_at = now
             if done is not None:
                 value = json.loads(done)

@@ -57,6 +57,26 @@ class Indented:
             yield Text(" " * (self.rest if number else self.first)) + line
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows in columns. Where the window is too narrow, the last cells of each are on a second, indented line."""
+
+    rows: Sequence[Sequence[Text]]
+    indent: int = 2
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = max(map(len, self.rows), default=0)
+        lines = aligned(self.rows, self.indent)
+        while columns > 1 and max(line.cell_len for line in lines) > options.max_width:
+            columns -= 1
+            lines = aligned([row[:columns] for row in self.rows], self.indent)
+        for line, row in zip(lines, self.rows, strict=True):
+            line.rstrip()
+            yield line
+            if rest := [cell for cell in row[columns:] if cell]:
+                yield Indented(Text("  ").join(rest), self.indent + 4, self.indent + 4)
+
+
 def aligned(rows: Iterable[Sequence[Text]], indent: int = 2) -> list[Text]:
     """One line for each row, its cells in columns two spaces apart."""
     rows = list(rows)

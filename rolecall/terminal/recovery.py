@@ -12,13 +12,13 @@ from rich.text import Text
 
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
-from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.core.text import ago, counted, in_words, past, utc
 from rolecall.detector.base.findings import LOG_FILE
 from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
-from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
+from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, Rows, aligned
 
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
@@ -108,15 +108,17 @@ def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
             return _text(mode, ("no watch has led yet", WARN), f"; {start}")
 
 
-def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
-    lines = []
+def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
+    lines: list[RenderableType] = []
     if len(replicas) > REPLICAS_SHOWN_MAX:
         roles: dict[str, list[bool]] = {}
         for r in replicas:
             roles.setdefault(r["replica"].partition("/")[0], []).append(r["state"] in SERVING)
-        lines = aligned((_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items())
+        lines += aligned(
+            (_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items()
+        )
         replicas = [r for r in replicas if r["state"] not in SERVING]
-    return lines + aligned(
+    rows = [
         (
             _text(f"{r['replica']}#{r['incarnation']}"),
             _text((r["state"] or "not started", _REPLICA_STYLES.get(r["state"], WARN))),
@@ -126,7 +128,8 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
             else _text((f"#{r['desired_incarnation']} is wanted", WARN)),
         )
         for r in replicas
-    )
+    ]
+    return [*lines, Rows(rows)]
 
 
 def _jobs(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
@@ -152,21 +155,22 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableTyp
     if len(ranks) > REPLICAS_SHOWN_MAX:
         alive = sum(r["is_alive"] for r in ranks)
         return [*_jobs(ranks), _text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
-    return [*_jobs(ranks), *_rank_lines(ranks, now)]
-
-
-def _rank_lines(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
-    return aligned(
+    rows = [
         (
             _text(f"{r['replica']} rank {r['rank']}"),
             _text(f"pid {r['pid']}"),
             _text(r["node"]),
-            _text(f"phase {r['phase']}" if r["is_alive"] else ("exited", SOFT)),
+            _text(_doing(r) if r["is_alive"] else ("exited", SOFT)),
             _text(f"step {r['step']}" if r["step"] >= 0 else ""),
             _text((f"last progress {ago(r['progress_at'], now)}" if r["progress_at"] else "", SOFT)),
         )
         for r in ranks
-    )
+    ]
+    return [*_jobs(ranks), Rows(rows)]
+
+
+def _doing(rank: Mapping[str, Any]) -> str:
+    return f"phase {rank['phase']}" if rank["phase"] else "running"
 
 
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:
@@ -214,7 +218,7 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         current = "open" if would or to_do else incident["state"]
         state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or current)
         style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
-        because = incident["set_aside"] or incident["because"]
+        because = incident["set_aside"] or (incident["because"] if outcome is None else past(incident["because"]))
         parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
         closed = f"; closed {ago(incident['closed_at'], now)}" if incident["closed_at"] is not None else ""
         add((f"opened {ago(incident['opened_at'], now)}{closed}", SOFT))

@@ -25,6 +25,8 @@ from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSna
 
 logger = logging.getLogger(__name__)
 
+PROGRESS_SECONDS = 30.0
+"""Between two lines of progress where nothing else happens, without a terminal."""
 CHART_ROWS = 4
 CHART_LABEL = 6  # columns left of the reward curve
 REPLICAS_SHOWN = 6
@@ -173,8 +175,9 @@ def _who(incident: IncidentRow) -> str:
     return ", ".join(incident.suspects) or "no suspect"
 
 
-def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
-    """Lines since the previous snapshot: changes, then one line of progress. No colour, no control character."""
+def plain_lines(before: RunSnapshot | None, now: RunSnapshot, *, progress_due: bool = True) -> list[str]:
+    """Lines since the previous snapshot: changes, then one line of progress if it is due or something changed. No
+    colour, no control character."""
     at = f"{now.elapsed_seconds:7.1f} s  "
     lines = []
     states = {r.replica: (r.incarnation, r.state) for r in before.replicas} if before else {}
@@ -190,7 +193,9 @@ def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
             lines.append(f"{at}incident {incident.incident_id} {_who(incident)}: {incident.stage}. {incident.detail}")
     if now.paused and (before is None or before.paused != now.paused):
         lines.append(f"{at}paused: {now.paused}")
-    lines.append(at + _progress(now).plain)
+    evaluated = before is not None and before.held_out_reward != now.held_out_reward
+    if lines or evaluated or progress_due:
+        lines.append(at + _progress(now).plain)
     return [plain(line, 500).rstrip() for line in lines]
 
 
@@ -273,6 +278,7 @@ class Screen:
         )
         self._reader = JournalReader()
         self._before: RunSnapshot | None = None
+        self._progress_at = float("-inf")
         self._note = ""
         self._printed: list[str] = []
         self._size = self._console.size
@@ -302,8 +308,8 @@ class Screen:
         self._printed.append(text)
         self._print(text)
 
-    def draw(self, journal: Journal, now: float) -> None:
-        """Reads and shows new events. `now`: monotonic seconds, for the log; the display uses wall time."""
+    def draw(self, journal: Journal, now: float, *, last: bool = False) -> None:
+        """Reads and shows new events. `now`: monotonic seconds; the display uses wall time. `last`: the run is over."""
         try:
             projection = self._projection
             for page in self._reader.pages(journal):
@@ -320,7 +326,12 @@ class Screen:
             if self._live is not None:
                 self._draw(snapshot)
             else:
-                for line in plain_lines(self._before, snapshot):
+                lines = plain_lines(
+                    self._before, snapshot, progress_due=last or now - self._progress_at >= PROGRESS_SECONDS
+                )
+                if lines:
+                    self._progress_at = now
+                for line in lines:
                     self._print(line)
             self._before = snapshot
         except Exception:

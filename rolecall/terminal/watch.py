@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.text import ago, counted, in_words, iso_utc, plain, spans
+from rolecall.core.text import ago, counted, in_words, iso_utc, past, plain, spans
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
 from rolecall.watch.job import WatchedJob, WatchedRank, grouped
@@ -97,7 +97,8 @@ def _incident(incident: Incident, now: float) -> Text:
     found = incident.diagnosis
     state = (in_words(incident.outcome or "open"), WARN if incident.outcome else BAD)
     at = ago(incident.opened_at, now)
-    return _text((incident.incident_id, STRONG), " ", state, f": {found.because} ", (f"(opened {at})", SOFT))
+    because = past(found.because) if incident.outcome else found.because
+    return _text((incident.incident_id, STRONG), " ", state, f": {because} ", (f"(opened {at})", SOFT))
 
 
 def incident_event(incident: Incident) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def incident_event(incident: Incident) -> dict[str, Any]:
         "event": "incident",
         "incident_id": incident.incident_id,
         "state": str(incident.state),
+        "open": incident.state is not IncidentState.CLOSED,
         "outcome": str(incident.outcome) if incident.outcome else None,
         "fault_class": str(incident.diagnosis.fault_class),
         "suspects": incident.diagnosis.to_dict()["suspects"],

@@ -219,7 +219,8 @@ def watch_run(
     code 1 means that incidents were opened.
     """
     if stop is None:
-        stop = _stop_event(seconds)
+        # What `show` tells is not told twice.
+        stop = _stop_event(seconds, logging.INFO if show is None else logging.WARNING)
     clock = SystemClock()
     value = run.read()
     if not isinstance(value.get("config"), dict):
@@ -300,9 +301,9 @@ def watch_run(
         journal.close()
 
 
-def _stop_event(seconds: float | None) -> threading.Event:
+def _stop_event(seconds: float | None, level: int) -> threading.Event:
     """Is set by SIGTERM and SIGINT, and after `seconds`. Prepares this process for being a watch."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     gc.set_threshold(*COLLECT_AFTER)
     sys.setswitchinterval(SWITCH_SECONDS)
     stop = threading.Event()

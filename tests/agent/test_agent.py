@@ -267,7 +267,9 @@ def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
     command += ["--token-file", str(agent.node_dir.parent / "token")]
     second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert second.returncode == 2
-    assert "another agent uses this directory" in second.stderr
+    written = json.loads((agent.node_dir / "agent.json").read_text())
+    assert f"another agent (PID {written['pid']}, {written['url']}) uses this directory" in second.stderr
+    assert f"kill {written['pid']};" in second.stderr and "--data-dir DIR --port PORT" in second.stderr
     assert agent.get("/healthz")[0] == 200
 
 
@@ -286,8 +288,9 @@ def test_a_second_agent_on_the_same_port_names_the_port(agent: AgentProcess, tmp
     command += ["--token-file", str(agent.node_dir.parent / "token"), "--port", url.rpartition(":")[2]]
     second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert second.returncode == 2
-    assert f"cannot listen on {url.removeprefix('http://')}: Address already in use" in second.stderr
-    assert "Traceback" not in second.stderr and agent.get("/healthz")[0] == 200
+    assert f"cannot listen on {url.removeprefix('http://')}: in use by PID {agent.process.pid} (" in second.stderr
+    assert "; stop it, or choose another port: --port PORT" in second.stderr
+    assert "Traceback" not in second.stderr and "Errno" not in second.stderr and agent.get("/healthz")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ def _job(tmp_path: Path, text: str = "{}") -> str:
 
 
 def test_the_agents_own_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["agent", "--help"])
-    assert ended.value.code == 0 and "--explain" in capsys.readouterr().out
+    assert main(["agent", "--help"]) == 0 and "--explain" in capsys.readouterr().out
+    assert main(["agent", "--nonsense"]) == 2
 
 
 def test_a_run_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,6 +219,40 @@ def test_a_job_file_without_content_starts_nothing(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", [("run",), ("agent", "--config"), ("doctor", "--config"), ("watch", "agents")])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xe8\x00\xff", "not a text file (UTF-8)"),
+        (
+            b"a: 1\nb: [1,\n",
+            "not YAML, line 3: expected the node content, but found the end, while parsing a flow node",
+        ),
+        (b"a: \x00\n", "not a text: it has control characters"),
+    ],
+)
+def test_a_file_that_is_no_yaml_is_said_without_internals(
+    command: tuple[str, ...], content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(content)
+    code, _, err = _run(capsys, *command, str(path))
+    assert code == 2 and err.count("\n") == 1 and f"{path}: {said}" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"hello", "not a Parquet file"), (b"PAR1 and no more", "not a readable Parquet file: its end")],
+)
+def test_a_recording_that_is_no_parquet_is_said_without_internals(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.parquet"
+    path.write_bytes(content)
+    code, _, err = _run(capsys, "watch", "recording", str(path))
+    assert code == 2 and f"{path}: {said}" in err and "PARE" not in err
+
+
 def test_errors_have_no_numbers_of_the_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "none.yaml")
     for argv in (
@@ -254,6 +287,15 @@ def test_a_run_is_an_argument_or_an_option_but_not_two(fake_run: RunDir, capsys:
     assert code == 2 and "give one of the two" in err
     code, _, err = _run(capsys, "down")
     assert code == 2 and "name a run" in err, "nothing is stopped by default"
+
+
+def test_a_run_where_an_incident_is_expected_is_recognised(
+    fake_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ("--runs", str(fake_run.path.parent))
+    code, _, err = _run(capsys, "incidents", fake_run.run_id, *runs)
+    assert code != 0 and f"did you mean --run {fake_run.run_id}?" in err
+    assert "did you mean" not in _run(capsys, "incidents", "inc-99", *runs)[2]
 
 
 def test_the_command_in_a_hint_runs_as_it_is_printed(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """The help: `-h` everywhere, commands in panels, nothing cut at 80 columns."""
 
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -18,13 +19,17 @@ def _commands(command: Any = ROOT, path: tuple[str, ...] = ()) -> Iterator[tuple
         yield from _commands(child, (*path, name))
 
 
-@pytest.mark.parametrize("path", [p for p in _commands() if p != ("agent",)], ids=" ".join)
+@pytest.mark.parametrize("path", list(_commands()), ids=" ".join)
 def test_help_fits_into_80_columns_and_cuts_nothing(path: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*path, "-h"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Usage: rolecall") and "-h, --help" in text
     listing = text.partition("Examples:")[0]
+    usage = listing.partition("\n\n")[0]
+    assert not any(sign in usage for sign in ("[[", "{", "......")) and not re.search(
+        r"<(str|path|int|float|list)", text
+    )
     assert not [line for line in text.splitlines() if len(line) > 80]
     assert not [line for line in listing.splitlines() if line.endswith(("...", "…")) and "Usage" not in line]
 

@@ -1,5 +1,7 @@
 """Commands on a job that rolecall only watches: none tells of a run that rolecall made."""
 
+import json
+import logging
 from contextlib import closing
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import IncidentClosed
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.loop import LEASE_NAME
@@ -30,6 +33,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     "command",
     [
         ("report", "my-job"),
+        ("audit", "my-job"),
+        ("pause", "my-job", "--reason", "x"),
         ("replace", "trainer/0", "--reason", "x", "--run", "my-job"),
         ("node", "drain", "node-7", "--reason", "x", "--run", "my-job"),
         ("node", "quarantine", "node-7", "--reason", "x", "--run", "my-job"),
@@ -40,7 +45,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def test_what_only_a_run_of_rolecall_has_is_refused(
     command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command) == 1
+    assert main(command) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("rolecall: my-job is only watched: ")
 
@@ -61,6 +66,32 @@ def test_open_incidents_come_first_then_the_newest(job: RunDir) -> None:
             names.append(open_incident(journal, projection, diagnosis(FaultClass.HANG, (replica, 1))))
             clock.advance(10.0)
     assert [i["incident_id"] for i in queries.incidents(job)] == names[::-1]
+
+
+def test_incidents_says_whether_one_is_open_as_value_and_exit_code(
+    job: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(Journal(job.database_url)) as journal:
+        projection = IncidentProjection()
+        name = open_incident(journal, projection, diagnosis(FaultClass.HANG, ("trainer/0", 1)))
+        command = ("incidents", "--run", "my-job", "--json")
+        assert main(command) == 1
+        (value,) = json.loads(capsys.readouterr().out)
+        assert value["open"] is True and value["outcome"] is None
+        closed = IncidentClosed(outcome="self_recovered", because="it works again")
+        journal.append(closed, incident_id=name)
+    assert main(command) == 0
+    (value,) = json.loads(capsys.readouterr().out)
+    assert (value["open"], value["state"], value["outcome"]) == (False, "closed", "self_recovered")
+
+
+def test_a_watch_that_shows_what_it_watches_logs_warnings_only(job: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr("logging.basicConfig", lambda **settings: levels.append(settings["level"]))
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+    assert watch_run(job, 0.1, show=lambda _: None) == 0
+    assert watch_run(job, 0.1) == 0
+    assert levels == [logging.WARNING, logging.INFO]
 
 
 def test_a_second_watch_says_that_another_one_leads(job: RunDir, caplog: pytest.LogCaptureFixture) -> None:

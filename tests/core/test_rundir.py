@@ -3,6 +3,7 @@ there."""
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -52,6 +53,22 @@ def test_a_run_is_found_by_id_by_path_and_as_the_latest(tmp_path: Path) -> None:
 def test_a_missing_run_is_named(tmp_path: Path, which: str) -> None:
     with pytest.raises(RunNotFound):
         open_run_dir(tmp_path, which)
+
+
+def test_a_path_that_exists_and_is_no_run_is_not_called_unknown(tmp_path: Path) -> None:
+    root, other = tmp_path / "runs", tmp_path / "other"
+    create_run_dir(root, "a").write({})
+    other.mkdir()
+    (other / "file").touch()
+    (root / "half").mkdir()
+    for which, said in (
+        (str(other), f"{other}: a folder, but not that of a run: run.json is missing; {root} holds, newest first: a"),
+        ("half", f"{root / 'half'}: a folder, but not that of a run: run.json is missing"),
+        (str(other / "file"), f"{other / 'file'}: a file, not the folder of a run"),
+        (str(root), f"{root}: holds runs and is none itself (a): give --runs {root}; "),
+    ):
+        with pytest.raises(RunNotFound, match=f"^{re.escape(said)}"):
+            open_run_dir(root, which)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null"])

@@ -27,8 +27,8 @@ def test_what_is_wrong_is_one_line_and_changes_nothing(tmp_path: Path, capsys: p
     assert main(["users", "add", "anna", "--file", str(file)]) == 0
     before = file.read_bytes()
     capsys.readouterr()
-    assert main(["users", "add", "anna", "--file", str(file)]) == 1
-    assert main(["users", "remove", "bert", "--file", str(file)]) == 1
+    assert main(["users", "add", "anna", "--file", str(file)]) == 2
+    assert main(["users", "remove", "bert", "--file", str(file)]) == 2
     assert main(["users", "list", "--file", str(tmp_path / "none.yaml")]) == 2
     reported = capsys.readouterr()
     assert reported.out == ""

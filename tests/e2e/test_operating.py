@@ -88,7 +88,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     paused = command("pause", "--run", str(run.path), "--reason", "an operator is at the rack")
     assert paused.returncode == 0 and "is paused" in paused.stdout
     wrong = command("approve", "no-such-plan", "--run", str(run.path))
-    assert wrong.returncode == 1 and digest in wrong.stderr, "the refusal names the plan that waits"
+    assert wrong.returncode == 2 and digest in wrong.stderr, "the refusal names the plan that waits"
     approved = rolecall("approve", digest, "--run", str(run.path))
     assert approved.returncode == 0, approved.stderr
     assert "approved: replace replica of rollout/1#1" in approved.stdout
@@ -98,7 +98,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     assert status.returncode == 1 and "PAUSED:" in status.stdout and "an operator is at the rack" in status.stdout
     assert run.observer.events("action_started") == []
     again = command("approve", digest, "--run", str(run.path))
-    assert again.returncode == 1 and "was already approved" in again.stderr
+    assert again.returncode == 2 and "was already approved" in again.stderr
     # With a warm standby the replacement takes seconds; its own start would slow that of a cold one.
     eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=RECOVERY_SECONDS)
     resumed = command("resume", "--run", str(run.path))
@@ -122,7 +122,7 @@ def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
     asked = command("replace", "rollout/0", "--run", str(run.path), "--reason", "its fan is loud")
     assert asked.returncode == 0 and " opened: " in asked.stdout, asked.stderr
     refused = command("replace", "rollout/9", "--run", str(run.path), "--reason", "a slip")
-    assert refused.returncode == 1 and "rollout/9 is not part of this run" in refused.stderr
+    assert refused.returncode == 2 and "rollout/9 is not part of this run" in refused.stderr
     incident = asked.stdout.split()[0]
     closed = _event(run, "incident_closed", incident=incident)
     assert closed["outcome"] == "resolved" and "its fan is loud" in closed["because"]

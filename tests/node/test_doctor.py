@@ -166,6 +166,15 @@ def test_each_problem_is_reported_with_its_fix(
     assert as_text(rendering.checks(checks)).splitlines()[-3].startswith(f"{level:8} {name}: ")
 
 
+def test_settings_of_nccl_are_those_of_a_rank() -> None:
+    def said(**changed: Any) -> str:
+        [check] = [c for c in examine(replace(FIT, **changed)) if c.name == "nccl"]
+        return check.message
+
+    assert said() == "no rank was checked; --pid PID checks the torch and NCCL settings of one"
+    assert said(rank_uid=0) == "torch and NCCL settings allow diagnosis"
+
+
 def test_a_job_of_the_agents_group_may_register() -> None:
     facts = replace(FIT, rank_uid=1000, rank_gids=frozenset({100, 7}), socket_uid=0, socket_gid=7)
     [check] = [c for c in examine(facts) if c.name == "socket"]

@@ -55,7 +55,7 @@ def test_a_dashboard_that_cannot_be_is_a_line_and_nothing_more(tmp_path: Path) -
     beside = DashboardBeside(run)
     beside.start()
     line = _report_of(beside)
-    assert line.startswith("no dashboard: ") and "no run of this name" in line
+    assert line.startswith("no dashboard: ") and "run.json is missing" in line
     beside.stop()
 
 

@@ -62,7 +62,7 @@ def test_lines_are_wrapped_to_the_window_and_nothing_is_cut(fake_run: RunDir) ->
         timeout=PATIENCE_SECONDS,
     ).stdout
     assert "\x1b" not in piped
-    assert "trainer/0 is waiting for it in reduce" in piped.splitlines()[0], "one line, however long"
+    assert "trainer/0 was waiting for it in reduce" in piped.splitlines()[0], "one line, however long"
     assert piped.split() == narrow.split()
 
 

@@ -9,8 +9,11 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import ago
+from rolecall.core.text import ago, past
+from rolecall.recovery.durations import IncidentDurations
 from rolecall.recovery.operators import queries
+from rolecall.terminal import recovery
+from rolecall.terminal.console import as_text
 from rolecall.views.observed_ranks import ObservedRank
 from tests.events import filled
 from tests.recovery.world import World
@@ -99,6 +102,29 @@ def test_open_incidents_come_first_with_their_age_and_a_hint_that_runs(tmp_path:
     assert f"rolecall approve {attempt.plan.digest} --run my-run" in "\n".join(lines)
 
 
+def test_what_a_closed_incident_says_is_past() -> None:
+    hang = "trainer/0 is hung: no progress in step 7 for 3.1 s; trainer/1 is waiting for it in all-reduce"
+    assert past(hang) == (
+        "trainer/0 was hung: no progress in step 7 for 3.1 s; trainer/1 was waiting for it in all-reduce"
+    )
+    assert past("trainer/0 crashed: process exited on signal 9") == "trainer/0 crashed: process exited on signal 9"
+    incident = {
+        "incident_id": "inc-1-trainer-0", "state": "closed", "open": False, "outcome": "self_recovered",
+        "because": hang, "set_aside": None, "opened_at": 0.0, "closed_at": 9.0, "plan": None, "held_by": [],
+        "hold": None, "review": None, "oncall_paged": False,
+    }  # fmt: skip
+    text = incidents_text([incident], 10.0)
+    assert text.startswith("inc-1-trainer-0 self recovered: trainer/0 was hung: ") and " is " not in text
+
+
+def test_a_duration_too_short_to_be_shown_is_not_zero() -> None:
+    took = IncidentDurations(
+        fault_to_finding=None, onset_to_finding=0.004, finding_to_serving=None, finding_to_verified=None,
+        opening_to_close=0.0, open_seconds=0.0,
+    )  # fmt: skip
+    assert took.words == "found less than 0.01 s after the onset, closed less than 0.01 s after the opening"
+
+
 def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_path: Path) -> None:
     world, run = World(tmp_path, mode="observe"), RunDir(tmp_path)
     watch = world.watch()
@@ -113,6 +139,12 @@ def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_pa
     assert lines[1].startswith("inc-1-rollout-1 open: rollout/1#1: hang") and "in mode act rolecall would" in text
     assert "(plan " not in text and "evictions" not in text
     assert text.count(world.only().diagnosis.because) == 1, "the reason of the page does not repeat it"
+    narrow = as_text(recovery.status({**queries.status(run, world.clock), "ranks": ranks}, now, "my-run"), width=60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert "  trainer/0 rank 0  pid 40  vm  phase step  step 7\n      last progress 3 s ago, " in narrow
+    assert "  trainer/0 rank 1  pid 41  vm  exited      step 7\n      last progress" in narrow
+    silent = status_text({**queries.status(run, world.clock), "ranks": [{**ranks[0], "phase": ""}]}, now)
+    assert "  vm  running  " in silent
     many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
     assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -310,6 +311,10 @@ def test_lines_show_changes_once_then_progress() -> None:
         "step 6   reward 0.60",
     ]
     assert len(plain_lines(second, second)) == 1, "a shown line is not repeated"
+    assert plain_lines(second, second, progress_due=False) == [], "nothing has changed"
+    assert len(plain_lines(first, second, progress_due=False)) == 4, "changes come with the progress"
+    evaluated = replace(second, held_out_reward=0.7)
+    assert len(plain_lines(second, evaluated, progress_due=False)) == 1, "an evaluation is a change"
     assert len(plain_lines(None, first)) == 1, "the first snapshot has no list of changes"
 
 

@@ -94,7 +94,7 @@ def test_the_example_of_the_docs_is_one(tmp_path: Path) -> None:
         ("[{targets: ['a:99999']}]", "neither"),
         ("[]", "expected 1 to"),
         ("{", "not YAML"),
-        ("\x00", "not YAML"),
+        ("\x00", "not a text"),
     ],
 )
 def test_an_invalid_list_is_refused(tmp_path: Path, text: str, problem: str) -> None:

@@ -274,7 +274,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     folder = run.path / "evidence" / str(event.incident_id)
     assert "hunter2" not in (folder / "kernel-node-1.log").read_text()
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
-    assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
+    assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 1, "it is open"
     shown = capsys.readouterr().out
     assert "evidence collected: 3 stacks, 1 NCCL RAS report, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))

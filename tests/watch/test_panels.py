@@ -98,7 +98,7 @@ def test_a_queries_file(tmp_path: Path) -> None:
         ("labels: {rank: rank}", "labels.rank"),
         ("queries: {a: {expression: x}, a: {expression: y}}", "duplicate key"),
         ("{", "not YAML"),
-        ("\xff\xfe".encode("latin-1"), "utf-8"),
+        ("\xff\xfe".encode("latin-1"), "not a text file"),
         (b"#" * (1 << 21), "larger than"),
     ],
 )

@@ -517,6 +517,12 @@ def read_yaml(text: str) -> Any:
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
+    except yaml.reader.ReaderError as e:
+        raise ValueError("not a text: it has control characters") from e
+    except yaml.MarkedYAMLError as e:
+        line = "" if e.problem_mark is None else f", line {e.problem_mark.line + 1}"
+        said = ", ".join(part for part in (e.problem, e.context) if part).replace("'<stream end>'", "the end")
+        raise ValueError(f"not YAML{line}: {' '.join(said.split())}") from e
     except (yaml.YAMLError, ValueError) as e:  # an invalid date is a ValueError
         raise ValueError(f"not YAML: {' '.join(str(e).split())}") from e
     except RecursionError:

@@ -109,7 +109,7 @@ def test_progressing_states_what_is_missing() -> None:
     for o in fleet.run(45.0):
         detector.observe(o)
     healthy, because = detector.progressing("rollout/1", 1)
-    assert healthy and "units of work" in because
+    assert healthy and "units of work, last seen in " in because
     fleet.processes["rollout/1"].fault = FakeFault("lock")
     for o in fleet.run(5.0):
         detector.observe(o)

@@ -148,6 +148,9 @@ class _Actor:
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         raise NotImplementedError
 
+    def _finish(self) -> None:
+        """Tells further processes of this replica that it ends."""
+
     def _injection(self) -> faults.Injection:
         """An injection agreement for the threads of one component."""
         return faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
@@ -173,6 +176,7 @@ class _Actor:
     @_control
     def stop(self) -> None:
         """Exits the process deliberately, right after the answer."""
+        self._finish()
         reporter.finish("stopped by its supervisor")
         timer = threading.Timer(STOP_DELAY_SECONDS, os._exit, (0,))
         timer.daemon = True
@@ -210,18 +214,19 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
-        from rolecall.rl_runtime.trainer.service import TrainerService
+        from rolecall.rl_runtime.trainer.rank_processes import LedTrainer, make_service
+        from rolecall.rl_runtime.trainer.ranks import ALONE
 
-        injection = self._injection()
-        self._served = TrainerService(
-            spawn,
-            job,
-            address=_node_address(),
-            on_microbatch=partial(injection.factor, faults.MICROBATCH),
-            on_bucket=partial(injection.checkpoint, faults.BUCKET),
-            on_tensor=partial(self._injection().checkpoint, faults.WEIGHTS),
-        )
+        address = _node_address()
+        if job.runtime.trainer_ranks > 1:
+            self._served = LedTrainer(spawn, job, address=address, injection=self._injection)
+        else:
+            self._served = make_service(spawn, job, address=address, ranks=ALONE, injection=self._injection)
         reporter.enter_phase(Phase.WAIT)
+
+    def _finish(self) -> None:
+        if self._job.runtime.trainer_ranks > 1:
+            self._served.finish()
 
 
 @_forwards(

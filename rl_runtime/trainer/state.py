@@ -361,6 +361,18 @@ class TrainerState:
         Raises:
             ProofMismatch: names the tensor, or the meta.
         """
+        tensors, steps, commit, band = self.checked(tensors, meta, whole=whole)
+        with self._lock:
+            for network in self._networks:
+                network.take(tensors, steps)
+            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
+            self.commit, self.band = commit, band
+            self.weights_digest = self._digest_weights()
+
+    def checked(
+        self, tensors: dict[str, torch.Tensor], meta: str, *, whole: bool = False
+    ) -> tuple[dict[str, torch.Tensor], int, CommitRecord, LearnedBand]:
+        """What `load` would become: this rank's tensors, and the meta's parts. Raises ProofMismatch: as in `load`."""
         if whole:
             tensors = {name: self._ranks.rows(t) for name, t in tensors.items()}
         try:
@@ -370,12 +382,7 @@ class TrainerState:
         self._check_tensors(tensors)
         if json.loads(meta).get("frozen", "") != self._frozen:
             raise self._mismatch("(frozen)", "its adapters belong to other weights: the model folder has changed")
-        with self._lock:
-            for network in self._networks:
-                network.take(tensors, steps)
-            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
-            self.commit, self.band = commit, band
-            self.weights_digest = self._digest_weights()
+        return tensors, steps, commit, band
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         has_critic = any(name.startswith(CRITIC) for name in tensors)

@@ -40,6 +40,7 @@ from rolecall.core.errors import (
     NonFiniteMicrobatch,
     NonFiniteValue,
     PeerLost,
+    ProofMismatch,
     StaleIncarnation,
     WrongNumbers,
     shown_groups,
@@ -312,14 +313,26 @@ class TrainerReplica:
                 self._on_publish(commit.policy_version)
         return result
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Becomes a bitwise copy: weights, optimizer state, commit record.
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: str, *, whole: bool = False) -> None:
+        """Becomes a bitwise copy: weights, optimizer state, commit record. `whole`: the tensors are not this rank's
+        rows, but of all ranks together.
 
         Raises:
-            ProofMismatch: names, shapes or dtypes differ from this model's; nothing was changed.
+            ProofMismatch: names, shapes or dtypes differ from this model's, or its ranks have states of different
+                steps; nothing was changed.
         """
+        mismatch: ProofMismatch | None = None
+        try:
+            self.state.checked(tensors, meta, whole=whole)
+        except ProofMismatch as e:
+            mismatch = e
+        because = self.ranks.agree("" if mismatch is None else str(mismatch))
+        if not because and len(set(self.ranks.gather(meta))) > 1:
+            because = "the ranks have states of different steps"
+        if because:
+            raise mismatch or ProofMismatch(replica=self.replica, part="state", tensor="(ranks)", reason=because)
         with reporter.phase(Phase.COPY):
-            self.state.load(tensors, meta)
+            self.state.load(tensors, meta, whole=whole)
         self._partial.clear(self.state.commit.step + 1)
         self._has_state = True
         reporter.update(policy_version=self.state.commit.policy_version)
@@ -492,7 +505,8 @@ class TrainerReplica:
                 if other.replica == self.replica:
                     # Its sum is invalid; the others keep theirs, and only it reports to its agent.
                     self.reset_step(step)
-                    reporter.exception(error)
+                    if self.ranks.is_first:
+                        reporter.exception(error)
                 raise error
         because = self.ranks.agree(disagreement(ballots, members=members, all_ids=all_ids))
         if because:
@@ -511,6 +525,8 @@ class TrainerReplica:
 
     def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
         """Reports another replica's wrong numbers to the agent, once in a step, if this one recomputed them."""
+        if not self.ranks.is_first:
+            return
         for found in compared:
             if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
                 first = found.first

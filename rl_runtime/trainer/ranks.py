@@ -19,6 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from rolecall.agent.reporter import reporter
+
 GROUP_NAME: Final = "ranks"
 
 
@@ -59,6 +61,7 @@ class Ranks:
             return [value]
         import torch.distributed as dist
 
+        reporter.exchange()
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, json.dumps(value))
         return [json.loads(text) for text in found]
@@ -76,6 +79,7 @@ class Ranks:
         if self.size > 1:
             import torch.distributed as dist
 
+            reporter.exchange()
             dist.all_reduce(tensor)
         return tensor
 
@@ -91,6 +95,7 @@ class Ranks:
             sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            part.register_forward_pre_hook(_count_exchange, prepend=True)  # before FSDP's, which waits
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, as FSDP2 cuts it."""
@@ -117,6 +122,10 @@ class Ranks:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _count_exchange(_module: nn.Module, _inputs: Any) -> None:
+    reporter.exchange()
 
 
 ALONE: Final = Ranks()

@@ -157,7 +157,7 @@ class Spied(TrainerReplica):
     def corrupt_weight(self, network: str = "policy", by: float = 1.0) -> None:
         """One weight differs, and so does this replica's digest."""
         with torch.no_grad():
-            getattr(self.state, network).parameters[0].view(-1)[-1] += by
+            getattr(self.state, network).masters[0].view(-1)[-1] += by
         self.state.weights_digest = self.state._digest_weights()
 
 

@@ -125,8 +125,8 @@ class Gradients:
         cut = self._chunks(microbatch)
         reference = None
         if self._reference is not None:
-            own = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
-            reference = self._ranks.sum(own)  # rewards of a group may depend on all of its samples
+            mine = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
+            reference = self._ranks.sum(mine)  # rewards of a group may depend on all of its samples
             batch = with_divergence(batch, self._algorithm, reference)
         if not self._ranks.is_first:
             batch = replace(batch, sums=HealthSums())  # counted once

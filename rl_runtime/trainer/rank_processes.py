@@ -142,9 +142,7 @@ class LedTrainer:
             os._exit(RANK_EXIT)
 
 
-def make_service(
-    spawn: ActorSpec, job: JobConfig, *, address: str, ranks: Any, injection: Callable[[], Any]
-) -> Any:
+def make_service(spawn: ActorSpec, job: JobConfig, *, address: str, ranks: Any, injection: Callable[[], Any]) -> Any:
     """A trainer service with the checkpoints of fault injection."""
     from rolecall.rl_runtime.trainer.service import TrainerService
 
@@ -193,9 +191,7 @@ def main(descriptor: int) -> int:
 
     host, port = start.store
     try:
-        ranks = Ranks(
-            start.rank, job.runtime.trainer_ranks, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS
-        )
+        ranks = Ranks(start.rank, job.runtime.trainer_ranks, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)
         service = make_service(
             spawn,
             job,

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rolecall.agent.reporter import reporter
 
@@ -44,9 +45,9 @@ class Ranks:
 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of a replica are on one node
         timeout = timedelta(seconds=seconds)
-        store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         dist.init_process_group(
-            "gloo", store=dist.PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
+            "gloo", store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
         )
         self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
 

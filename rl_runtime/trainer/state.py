@@ -155,7 +155,7 @@ class Network:
         """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
         changes is not copied. Of several ranks all call it, and the first one gets the weights."""
         if self._ranks.size > 1:
-            whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)  # type: ignore[operator]
+            whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)
             return {n: weight for n, weight in whole if self._ranks.is_first}
         return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
 

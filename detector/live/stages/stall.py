@@ -177,9 +177,7 @@ def _judge_collective(
 ) -> Finding | None:
     """`shard`: the rank in its replica that all members are; -1: any."""
     role_members = fleet.roster.of_role(role).values()
-    members = [
-        s for s in role_members if s.sample is not None and s.sample.epoch == epoch and shard in (-1, s.rank)
-    ]
+    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch and shard in (-1, s.rank)]
     if any(m.gone for m in members):
         return None  # the crash stage names it; its peers wait until the runtime has handled the exit
     if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):

@@ -73,9 +73,7 @@ def test_three_ranks_have_rows_of_unequal_number(team: Team) -> None:
 @pytest.mark.parametrize(
     ("place", "count"), [("microbatch", 2), ("bucket", 1), ("bucket", 2), ("publish", 1)], ids=lambda p: str(p)
 )
-def test_a_replica_lost_at_any_place_leaves_the_step_as_it_would_have_been(
-    team: Team, place: str, count: int
-) -> None:
+def test_a_replica_lost_at_any_place_leaves_the_step_as_it_would_have_been(team: Team, place: str, count: int) -> None:
     survivor, victim = RankedReplica(team, 0, 2), RankedReplica(team, 1, 2, stops={place: count})
     members = ready(survivor, victim)
     team.join(members)

@@ -14,7 +14,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.processes import is_alive, recorded_processes
 from rolecall.rl_runtime.protocol.spawn import make_spawn
-from rolecall.rl_runtime.trainer.rank_processes import LedTrainer, make_service
+from rolecall.rl_runtime.trainer.led_trainer import LedTrainer, make_service
 from rolecall.rl_runtime.trainer.ranks import ALONE
 from tests.rl_runtime.trainer_process import DEADLINE_SECONDS, LEDGER, PRELOADED, make_microbatches
 from tests.support import eventually

@@ -237,6 +237,8 @@ class RuntimeConfig(Section):
     trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
     lost and replaced as a whole. More than one: not with lora, bfloat16 or gradient_checkpointing."""
+    rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
     """Warm rollout processes that can take a replica's place."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
@@ -264,7 +266,7 @@ class RuntimeConfig(Section):
     def _only_if_several(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # The digest of a job without it stays that of earlier versions.
         dumped: dict[str, Any] = handler(self)
-        return {k: v for k, v in dumped.items() if k != "trainer_ranks" or v > 1}
+        return {k: v for k, v in dumped.items() if k not in ("trainer_ranks", "rollout_ranks") or v > 1}
 
 
 class JobConfig(Section):

@@ -16,8 +16,8 @@ import pytest
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CheckpointUnwritable, PeerLost
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.rl_runtime.rank_processes import RANK_EXIT
 from rolecall.rl_runtime.trainer import checkpoint
-from rolecall.rl_runtime.trainer.rank_processes import RANK_EXIT
 from tests.rl_runtime.led_trainer import LedProcess, join, tell_step
 from tests.rl_runtime.trainer_process import tiny_job
 

@@ -62,6 +62,7 @@ class PageState:
     beats: int
     collectives_entered: int
     collectives_done: int
+    exchanges: int
     busy_seconds: float
     work_units: int
     tokens: int

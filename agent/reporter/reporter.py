@@ -359,6 +359,12 @@ class collective(phase):
         super().__exit__()
 
 
+def exchange() -> None:
+    """This rank begins to wait for the other ranks of its replica."""
+    with _page as page:
+        page.q[at.W_EXCHANGES] += 1
+
+
 def set_step(n: int) -> None:
     """The optimizer step that this process works on."""
     with _page as page:

@@ -171,12 +171,12 @@ def make_batch(
 
 
 def parts_of(batch: Batch, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> list[Batch]:
-    """The batch cut into these rows, each part up to its own column `ends`; the batch itself if it is one part.
+    """These rows of the batch, each part up to its own column `ends`; the batch itself if it is one part.
 
     The first part has the batch's known sums. A part has no groups, so a divergence in the reward must be part of its
     advantages before (`with_divergence`).
     """
-    if len(rows) == 1:
+    if len(rows) == 1 and len(rows[0]) == len(batch.tokens_st):
         return [batch]
 
     def part(number: int) -> Batch:

@@ -30,6 +30,7 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec
+from rolecall.rl_runtime.rank_processes import FurtherRanks
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -142,6 +143,7 @@ class _Actor:
             raise
         self._lease.renew(self._job.runtime.lease_seconds)
 
+    _further_ranks: FurtherRanks | None = None
     _served: Any
     """Set by `_make`: does the role's work, and has a method for each remote call that `_forwards` adds."""
 
@@ -173,6 +175,8 @@ class _Actor:
     @_control
     def stop(self) -> None:
         """Exits the process deliberately, right after the answer."""
+        if self._further_ranks is not None:
+            self._further_ranks.finish()
         reporter.finish("stopped by its supervisor")
         timer = threading.Timer(STOP_DELAY_SECONDS, os._exit, (0,))
         timer.daemon = True
@@ -210,17 +214,15 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
-        from rolecall.rl_runtime.trainer.service import TrainerService
+        from rolecall.rl_runtime.trainer.led_trainer import LedTrainer, make_service
+        from rolecall.rl_runtime.trainer.ranks import ALONE
 
-        injection = self._injection()
-        self._served = TrainerService(
-            spawn,
-            job,
-            address=_node_address(),
-            on_microbatch=partial(injection.factor, faults.MICROBATCH),
-            on_bucket=partial(injection.checkpoint, faults.BUCKET),
-            on_tensor=partial(self._injection().checkpoint, faults.WEIGHTS),
-        )
+        address = _node_address()
+        if job.runtime.trainer_ranks > 1:
+            self._served = LedTrainer(spawn, job, address=address, injection=self._injection)
+            self._further_ranks = self._served.ranks
+        else:
+            self._served = make_service(spawn, job, address=address, ranks=ALONE, injection=self._injection)
         reporter.enter_phase(Phase.WAIT)
 
 
@@ -243,7 +245,17 @@ class RolloutActor(_Actor):
             dtype=job.model.dtype,
             fixed_length=job.data is None and job.task.fixed_length,
             sampling=job.sampling,
+            num_ranks=job.runtime.rollout_ranks,
         )
+        several: dict[str, Any] = {}
+        if settings.num_ranks > 1:
+            from rolecall.rl_runtime.rollout.led_engine import LedEngine, start_ranks
+
+            place, self._further_ranks = start_ranks(spawn, job, settings)
+            several = {
+                "make_engine": partial(LedEngine, place=place, ranks=self._further_ranks),
+                "on_promotion": self._further_ranks.become,
+            }
         self._served = RolloutReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
@@ -253,6 +265,7 @@ class RolloutActor(_Actor):
             transfer_seconds=job.runtime.transfer_timeout_seconds,
             on_step=partial(self._injection().factor, faults.ENGINE_STEP),
             on_failure=_engine_failed,
+            **several,
         )
 
 

@@ -14,7 +14,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,7 +36,7 @@ from rolecall.rl_runtime.faults.process_side import (
     effect_path,
     request_path,
 )
-from rolecall.rl_runtime.processes import environment_of, find_processes, is_alive, kill_process
+from rolecall.rl_runtime.processes import environment_of, find_processes, is_alive, kill_process, recorded_processes
 
 SECONDS_MAX = 600.0
 """Upper bound after which a fault on a surviving target is undone."""
@@ -178,7 +178,7 @@ def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
     with closing(Journal(run.database_url, create=False)) as journal:
         current, desired = journal.current(), journal.desired()
     working = {ReplicaState.SERVING, *([ReplicaState.READY] if role == STANDBY_ROLE else [])}
-    return [
+    found = [
         InjectionTarget(
             target=record.replica,
             pid=record.pid,
@@ -189,6 +189,19 @@ def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
         for replica, record in sorted(current.items())
         if replica.startswith(f"{role}/") and record.state in working and replica in desired and record.pid
     ]
+    return found + _further_ranks(run, found)
+
+
+def _further_ranks(run: RunDir, replicas: list[InjectionTarget]) -> list[InjectionTarget]:
+    """`trainer/0 rank 1`: the processes of replicas of several ranks, besides the first of each."""
+    found = []
+    for line in recorded_processes(run.path):
+        incarnation, _, rank = line["name"].partition(" rank ")
+        for replica in replicas:
+            if rank and incarnation == f"{replica.target}#{replica.incarnation}":
+                target, ticks = f"{replica.target} rank {rank}", int(line["start_ticks"])
+                found.append(replace(replica, target=target, pid=int(line["pid"]), start_ticks=ticks))
+    return found
 
 
 def _agents(run: RunDir) -> list[InjectionTarget]:

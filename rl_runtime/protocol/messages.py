@@ -263,12 +263,13 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A server of tensors: policy weights by version, and, at a trainer, its whole state."""
+    """A server of tensors: policy weights by version, and, at a trainer, its state."""
 
     replica: ReplicaId
     incarnation: int
     host: str
     port: int
+    rank_ports: tuple[int, ...] = ()  # of the further ranks of a trainer: each has its shard of the state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

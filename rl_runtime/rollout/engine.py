@@ -73,6 +73,15 @@ class EngineSettings:
     dtype: str = "float32"  # of weights and computation; the weights sent must have it
     fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    num_ranks: int = 1  # tensor-parallel
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """An engine's rank among those of its replica, and the port where they meet."""
+
+    rank: int = 0
+    port: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +159,20 @@ def vocab_size(settings: EngineSettings) -> int:
 
 
 class VllmEngine:
-    """One engine. All calls from one thread. Raises EngineBroken: it does not start."""
+    """One engine, or one rank of it. All calls from one thread. Raises EngineBroken: it does not start."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, place: EnginePlace = EnginePlace()) -> None:
         self.settings = settings
         self.end_tokens = () if settings.fixed_length else end_tokens(Path(settings.model_dir))
         # OMP_NUM_THREADS has no effect once torch is imported, and OpenMP keeps the number per thread.
         torch.set_num_threads(1)
+        if settings.num_ranks > 1:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # else vLLM wants a core for each rank
         vllm = import_vllm()
         keep_storage_readable()
         _register_architecture(vllm, Path(settings.model_dir))
         try:
-            self._llm = _start(settings)
+            self._llm = _start(settings, place)
         except (OSError, ValueError, RuntimeError) as e:
             raise EngineBroken(f"engine of {settings.model_dir} does not start: {e}") from e
         self._in_flight: set[str] = set()
@@ -288,7 +299,19 @@ def _register_architecture(vllm: Any, model_dir: Path) -> None:
             vllm.ModelRegistry.register_model(name, getattr(module, name))
 
 
-def _start(settings: EngineSettings) -> Any:
+def _executor(place: EnginePlace) -> Any:
+    """One rank of a tensor-parallel engine in this process."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class Executor(ExecutorWithExternalLauncher):  # type: ignore[misc]  # vllm has no types here
+        # The ranks' own port: with torchrun's variables all engines of a machine would share one segment of memory.
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return f"tcp://127.0.0.1:{place.port}", place.rank, place.rank
+
+    return Executor
+
+
+def _start(settings: EngineSettings, place: EnginePlace) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -310,7 +333,8 @@ def _start(settings: EngineSettings) -> Any:
         async_scheduling=False,  # a token must belong to the step that generated it
         scheduling_policy="priority",  # equal for all requests; the canary goes first
         logprobs_mode="processed_logprobs",
-        distributed_executor_backend="uni",
+        tensor_parallel_size=settings.num_ranks,
+        distributed_executor_backend="uni" if settings.num_ranks == 1 else _executor(place),
         worker_extension_cls=f"{RolecallWorker.__module__}.{RolecallWorker.__qualname__}",
         disable_log_stats=True,
     )

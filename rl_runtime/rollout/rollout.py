@@ -71,6 +71,7 @@ class RolloutReplica:
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread (`EngineThread`).
         on_failure: called once when the engine fails; an actor then exits its process.
+        on_promotion: called with the new identity when this standby has become a replica.
 
     Raises:
         EngineBroken, DeadlineExceeded: the engine does not start.
@@ -89,10 +90,11 @@ class RolloutReplica:
         on_step: Callable[[], float | None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         make_engine: Callable[[EngineSettings], VllmEngine] = VllmEngine,
+        on_promotion: Callable[[ReplicaId, int], None] = lambda _replica, _incarnation: None,
     ) -> None:
         self._replica, self._incarnation, self._epoch = replica, incarnation, -1
         self._token, self._transfer_seconds = token, transfer_seconds
-        self._clock = clock or SystemClock()
+        self._clock, self._on_promotion = clock or SystemClock(), on_promotion
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
         self._partial: PartialTransfer | None = None
@@ -147,6 +149,7 @@ class RolloutReplica:
                 raise self._stale(incarnation)
             self._replica, self._incarnation, self._epoch = replica, incarnation, -1
         reporter.become(replica=replica, incarnation=incarnation, secret=secret)
+        self._on_promotion(replica, incarnation)
 
     def _stale(self, incarnation: int) -> StaleIncarnation:
         return StaleIncarnation(

@@ -106,22 +106,40 @@ def _expected(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
     """Digest that each parameter must have once `tensors` are loaded, where it can be determined without the loader.
 
     Covers parameters that are one tensor, or a concatenation of several (query, key, value; gate, up), in the same
-    dtype, and padded with zero rows where vLLM pads the vocabulary: all of a dense model on one rank. Omits others
-    (sharded, quantised).
+    dtype, and padded with zero rows where vLLM pads the vocabulary; of several ranks, its equal share of each along the
+    one dimension that is cut: all of a dense model. Omits others (quantised; keys and values that ranks share).
     """
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     found = {}
     for name, parameter in model.named_parameters():
         sources = [tensors[s] for s in _sources(name, packed) if s in tensors]
         if len(sources) != len(_sources(name, packed)):
             continue
-        whole = sources[0] if len(sources) == 1 else torch.cat(sources)
-        num_padding = parameter.shape[0] - whole.shape[0] if parameter.dim() and whole.dim() else 0
-        if num_padding > 0:
-            whole = torch.cat([whole, whole.new_zeros(num_padding, *whole.shape[1:])])
+        whole = _share(sources, parameter, rank, size)
         if whole.dtype == parameter.dtype and whole.shape == parameter.shape:
             found[name] = tensor_digest(whole)
     return found
+
+
+def _share(sources: Sequence[torch.Tensor], parameter: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What `rank` has of the sources of a parameter, if it is cut into equal shares."""
+    first = sources[0]
+    if size > 1 and first.dim() == 2 and first.shape[1] == size * parameter.shape[1]:  # cut by columns
+        return first.chunk(size, dim=1)[rank].contiguous()
+    rows = sum(s.shape[0] for s in sources) if first.dim() else 0
+    num_padding = 0
+    if len(sources) == 1 and first.dim() and getattr(parameter, "output_dim", None) == 0:
+        num_padding = size * parameter.shape[0] - rows
+    elif len(sources) == 1 and first.dim():
+        num_padding = parameter.shape[0] - rows
+    if num_padding > 0:
+        sources = [torch.cat([first, first.new_zeros(num_padding, *first.shape[1:])])]
+    if size > 1 and first.dim() and sum(s.shape[0] for s in sources) == size * parameter.shape[0]:  # cut by rows
+        sources = [s.chunk(size)[rank] for s in sources if s.shape[0] % size == 0]
+    return sources[0].contiguous() if len(sources) == 1 else torch.cat(list(sources))
 
 
 def _sources(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:

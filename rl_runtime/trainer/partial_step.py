@@ -5,13 +5,15 @@ together (`objective.divisors`). The sum is float64, so that the order of additi
 beyond float32. It is flat: the policy's parameters, then the critic's.
 
 A microbatch of many tokens is computed in chunks of whole samples, of similar length and at most
-`microbatch_tokens_max` padded tokens each, whose gradients are added: memory is that of one chunk.
+`microbatch_tokens_max` padded tokens each, whose gradients are added: memory is that of one chunk. The ranks of a
+replica compute chunks of different samples at the same time, as many each: where one has fewer it computes one more
+whose weight is 0, because a sharded model needs all ranks in each pass.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from rolecall.rl_runtime.algorithms.objective import (
 from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
+from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks, dealt
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer.state import TrainerState
 
@@ -49,23 +52,27 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Rows of a batch that are computed together, and the length of the longest one among them."""
+    """Rows of a batch that this rank computes together, and the length of the longest one among them. Those from
+    `counted` on only keep other ranks company: they do not count."""
 
     rows: list[list[int]]
     ends: list[int]
+    counted: int
 
     @torch.no_grad()
     def gathered(self, batch: Batch, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`of` each chunk's tokens, together as (S, T) or (S, T, ...); 0 beyond a chunk's end."""
+        """`of` each chunk's tokens, together as (S, T) or (S, T, ...); 0 beyond a chunk's end, and in other ranks'
+        rows."""
         found = [of(batch.tokens_st[rows, :end]) for rows, end in zip(self.rows, self.ends, strict=True)]
         whole = found[0].new_zeros((*batch.tokens_st.shape, *found[0].shape[2:]))
-        for rows, end, x in zip(self.rows, self.ends, found, strict=True):
+        for rows, end, x in list(zip(self.rows, self.ends, found, strict=True))[: self.counted]:
             whole[rows, :end] = x
         return whole
 
 
 class Gradients:
-    """Computes the gradient of one microbatch: depends on weights and samples only, not on the replica.
+    """Computes the gradient of one microbatch: depends on weights and samples only, not on the replica. Of several
+    ranks each gets its shard of the gradient, and the numbers of all rows.
 
     `reference`: the initial policy, if the objective needs it. Frozen, and a function of the job: each replica
     recomputes it instead of copying it.
@@ -80,9 +87,12 @@ class Gradients:
         longest: int,
         reference: Any = None,
         sampling: SamplingConfig = SamplingConfig(),
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._algorithm, self._pad, self._reference, self._sampling = algorithm, pad, reference, sampling
         self._staleness_max, self._longest = staleness_max, longest
+        self._tokens_max = algorithm.microbatch_tokens_max
 
     def outputs(self, state: TrainerState, microbatch: Microbatch) -> Outputs:
         """Under the weights before a step of several updates: what its ratios and values are compared with."""
@@ -115,12 +125,17 @@ class Gradients:
         cut = self._chunks(microbatch)
         reference = None
         if self._reference is not None:
-            reference = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
+            mine = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
+            reference = self._ranks.sum(mine)  # rewards of a group may depend on all of its samples
             batch = with_divergence(batch, self._algorithm, reference)
+        if not self._ranks.is_first:
+            batch = replace(batch, sums=HealthSums())  # counted once
         flat: torch.Tensor | None = None
         policy_loss, known, finite = 0.0, HealthSums(), True
-        ratio_s = torch.empty_like(batch.rewards_s)
-        for rows, end, part in zip(cut.rows, cut.ends, parts_of(batch, cut.rows, cut.ends), strict=True):
+        ratio_s = torch.full_like(batch.rewards_s, -1.0)
+        parts = parts_of(batch, cut.rows, cut.ends)
+        for number, (rows, end, part) in enumerate(zip(cut.rows, cut.ends, parts, strict=True)):
+            counts = number < cut.counted
 
             def of_part(x_st: torch.Tensor | None, rows: list[int] = rows, end: int = end) -> torch.Tensor | None:
                 return None if x_st is None else x_st[rows, :end]
@@ -135,8 +150,10 @@ class Gradients:
                 old_values_after_st=of_part(old.values_after_st) if old else None,
             )
             # Added in the batch's dtype, which is never below that of the gradient.
-            gradient = self._gradient(state, found).to(batch.rewards_s.dtype)
+            gradient = self._gradient(state, found, counts=counts).to(batch.rewards_s.dtype)
             flat = gradient if flat is None else flat.add_(gradient)
+            if not counts:
+                continue
             sums = [found.policy] if found.value is None else [found.policy, found.value]
             finite = finite and all(bool(torch.isfinite(s)) for s in sums)
             policy_loss += float(found.policy.detach())
@@ -154,6 +171,7 @@ class Gradients:
                 tokens_max=self._algorithm.microbatch_tokens_max,
             )
             ratio_s = torch.maximum(ratio_s, recomputed_s)
+        policy_loss, known, finite, norm = self._of_all_ranks(flat, policy_loss, known, finite, ratio_s)
         own = divisors(self._algorithm, known, longest=self._longest)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
@@ -161,12 +179,23 @@ class Gradients:
             policy_loss=policy_loss,
             health=known + HealthSums(log_ratio_max=float(ratio_s.max())),
             log_ratios=_by_engine(microbatch, ratio_s.tolist()),
-            finite=bool(torch.isfinite(flat).all()) and finite,
-            numbers=MicrobatchNumbers(
-                loss=policy_loss / own.policy,
-                grad_norm=float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / own.policy,
-            ),
+            finite=finite,
+            numbers=MicrobatchNumbers(loss=policy_loss / own.policy, grad_norm=norm / own.policy),
         )
+
+    def _of_all_ranks(
+        self, flat: torch.Tensor, policy_loss: float, known: HealthSums, finite: bool, ratio_s: torch.Tensor
+    ) -> tuple[float, HealthSums, bool, float]:
+        """(loss, sums, whether all is finite, norm of the gradient) of the microbatch; fills in other ranks' ratios."""
+        finite = finite and bool(torch.isfinite(flat).all())
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        if self._ranks.size == 1:
+            return policy_loss, known, finite, norm
+        found = self._ranks.gather([policy_loss, asdict(known), finite, ratio_s.tolist()])
+        losses, sums, finites, ratios = zip(*found, strict=True)
+        ratio_s.copy_(torch.tensor(ratios, dtype=ratio_s.dtype).amax(dim=0))
+        known = sum((HealthSums(**s) for s in sums), HealthSums())
+        return sum(losses), known, all(finites), self._ranks.norm(norm)
 
     def _batch(self, state: TrainerState, microbatch: Microbatch) -> tuple[Batch, TokenSelection]:
         terms = TokenSelection(
@@ -180,15 +209,36 @@ class Gradients:
 
     def _chunks(self, microbatch: Microbatch) -> _Chunks:
         lengths = [len(g.prompt_tokens) + len(s.tokens) for g in microbatch.groups for s in g.samples]
-        rows = chunks(lengths, self._algorithm.microbatch_tokens_max)
-        return _Chunks(rows, [max(lengths[row] for row in some) for some in rows])
+        of_ranks = [
+            [[rows[i] for i in some] for some in chunks([lengths[row] for row in rows], self._tokens_max) if some]
+            for rows in dealt(lengths, self._ranks.size)
+        ]
+        mine = of_ranks[self._ranks.rank]
+        for_company = max(map(len, of_ranks)) - len(mine)
+        rows = mine + [of_ranks[0][0][:1]] * for_company
+        return _Chunks(rows, [max(lengths[row] for row in some) for some in rows], len(mine))
 
-    def _gradient(self, state: TrainerState, found: Objective) -> torch.Tensor:
+    def _gradient(self, state: TrainerState, found: Objective, *, counts: bool) -> torch.Tensor:
+        if self._ranks.size > 1:
+            return self._sharded_gradient(state, found, counts=counts)
         grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
         if state.critic is not None:
             assert found.value is not None
             grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
         return torch.cat([g.reshape(-1) for g in grads])
+
+    @staticmethod
+    def _sharded_gradient(state: TrainerState, found: Objective, *, counts: bool) -> torch.Tensor:
+        """FSDP2 reduces gradients of a backward pass to their shards, not those of `autograd.grad`."""
+        loss = found.policy if found.value is None else found.policy + found.value
+        (loss * float(counts)).backward()  # type: ignore[no-untyped-call]
+        shards = []
+        for network in (state.policy, state.critic):
+            for p, master in zip(network.parameters, network.masters, strict=True) if network else ():
+                grad: Any = p.grad
+                shards.append(torch.zeros_like(master) if grad is None else grad.to_local())
+                p.grad = None
+        return torch.cat([shard.reshape(-1) for shard in shards])
 
     def _objective(
         self,

@@ -6,8 +6,7 @@ library's. Folders of other architectures still use the library (`model.load_mod
 """
 
 from dataclasses import asdict, dataclass
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +48,16 @@ class Qwen3Shape:
             "eos_token_id": eos,
             "dtype": "float32",
         }
+
+
+class DecoderOutput(NamedTuple):
+    """A tuple, because FSDP2 looks for tensors in tuples, lists and dicts to hook its backward pass to."""
+
+    last_hidden_state: Tensor
+
+
+class ModelOutput(NamedTuple):
+    logits: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -125,13 +134,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> DecoderOutput:
         del use_cache  # no cache: a trainer sees each sequence as a whole
         cos_sd, sin_sd = self._angles(input_ids.shape[1])
         x_bsh = self.embed_tokens(input_ids)
         for layer in self.layers:
             x_bsh = layer(x_bsh, cos_sd, sin_sd)
-        return SimpleNamespace(last_hidden_state=self.norm(x_bsh))
+        return DecoderOutput(last_hidden_state=self.norm(x_bsh))
 
     def _angles(self, length: int) -> tuple[Tensor, Tensor]:
         even = torch.arange(0, self.shape.head_dim, 2, dtype=torch.int64).float()
@@ -153,8 +162,8 @@ class Qwen3(nn.Module):
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, mean=0.0, std=shape.initializer_range)
 
-    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.lm_head(self.model(input_ids, use_cache).last_hidden_state))
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> ModelOutput:
+        return ModelOutput(logits=self.lm_head(self.model(input_ids, use_cache).last_hidden_state))
 
     @property
     def base_model(self) -> Decoder:

@@ -160,8 +160,10 @@ class ReduceGroup:
         port: int,
         timeout_seconds: float,
         address: str = LOOPBACK,
+        shard: int = 0,
     ) -> None:
-        """Connects to all members. `host`, `port`: the epoch's store; `address`: where other members reach this one.
+        """Connects to all members. `host`, `port`: the epoch's store; `address`: where other members reach this one;
+        `shard`: the rank in its replica that each member is, whose shards are reduced.
 
         Raises:
             PeerLost: not all members arrived within `timeout_seconds`, or one disconnected.
@@ -177,7 +179,7 @@ class ReduceGroup:
             options = ProcessGroupGloo._Options()
             options._timeout = timeout
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-            self._group = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, size, options)
+            self._group = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}-{shard}", store), rank, size, options)
         except RuntimeError as e:
             raise self._lost("joining", e) from e
 

@@ -2,22 +2,29 @@
 
 After each commit the version is published with its manifest; the state stream gives a replacement the whole state
 between two steps. Without Ray; one working thread calls `join`, `train_step`, `copy_from` and the checkpoint methods.
+
+Of several ranks each has a service. The first one publishes and writes checkpoints, which hold whole tensors: a run can
+resume with another number of ranks. State copies go from rank to rank.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from torch import Tensor
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation
+from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation, WireError
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.trainer import checkpoint
+from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK
 from rolecall.rl_runtime.trainer.state import first_state
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
@@ -39,6 +46,7 @@ class TrainerService:
         job: JobConfig,
         *,
         address: str = LOOPBACK,
+        ranks: Ranks = ALONE,
         clock: Clock | None = None,
         on_microbatch: Callable[[], float | None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
@@ -46,7 +54,7 @@ class TrainerService:
     ) -> None:
         """`on_tensor`: called before each tensor is sent, in a thread of the weight port."""
         self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
-        self._token = spawn.run.token()
+        self._token, self._ranks = spawn.run.token(), ranks
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
         self.replica = replica = TrainerReplica(
             replica=spawn.replica,
@@ -54,6 +62,7 @@ class TrainerService:
             job=job,
             has_state=spawn.incarnation == 1,
             address=address,
+            ranks=ranks,
             clock=self._clock,
             on_microbatch=on_microbatch,
             on_bucket=on_bucket,
@@ -65,12 +74,17 @@ class TrainerService:
             self._token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor()
         )
         self._server.state_provider = self.replica.state.export
+        _, *rank_ports = ranks.gather(self._server.port)
+        self._rank_ports = tuple(rank_ports)
         if spawn.incarnation == 1:
             self._publish(self.replica.state.commit.policy_version)
 
     def _publish(self, version: int) -> None:
         tensors, entries = self.replica.state.policy_snapshot(version)
-        manifest = build_manifest(version, tensors, self.replica.state.canary_logprobs(CANARY), entries)
+        canary = self.replica.state.canary_logprobs(CANARY)
+        if not self._ranks.is_first:
+            return
+        manifest = build_manifest(version, tensors, canary, entries)
         self._server.publish(manifest, tensors, copy=False)
         self._manifests[version] = manifest
         self._manifests.move_to_end(version)
@@ -80,7 +94,8 @@ class TrainerService:
     # Callable from any thread.
 
     def info(self) -> TrainerInfo:
-        return self.replica.info(self._server.holder(self._spawn.replica, self._spawn.incarnation))
+        holder = self._server.holder(self._spawn.replica, self._spawn.incarnation)
+        return self.replica.info(replace(holder, rank_ports=self._rank_ports))
 
     def manifest(self, policy_version: int) -> Manifest:
         """Raises StaleIncarnation: that version is not, or no longer, available here."""
@@ -107,28 +122,39 @@ class TrainerService:
         """Becomes a copy of another trainer: weights, optimizer state, commit record.
 
         Raises:
-            TransferFailed: the holder could not provide everything; nothing was changed.
+            WireError: the holder could not provide everything to every rank; nothing was changed.
             ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
-        tensors, meta = pull_state(
-            holder,
-            token=self._token,
-            puller=self._spawn.replica,
-            timeout_seconds=self._job.runtime.transfer_timeout_seconds,
-            clock=self._clock,
-        )
+        rank = self._ranks.rank
+        lost, tensors, meta = "", dict[str, Tensor](), ""
+        try:
+            tensors, meta = pull_state(
+                holder if rank == 0 else replace(holder, port=holder.rank_ports[rank - 1]),
+                token=self._token,
+                puller=self._spawn.replica,
+                timeout_seconds=self._job.runtime.transfer_timeout_seconds,
+                clock=self._clock,
+            )
+        except WireError as e:
+            if self._ranks.size == 1:
+                raise
+            lost = f"rank {rank}: {e}"
+        if lost := self._ranks.agree(lost):
+            raise WireError(lost)
         self.replica.load_state(tensors, meta)
         self._publish(self.replica.state.commit.policy_version)
 
     def save_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written.
+        """Path of the checkpoint written; empty at further ranks.
 
         Raises:
             CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
         """
         with reporter.phase(Phase.CHECKPOINT):
-            tensors, meta = self.replica.state.export()
+            tensors, meta = self.replica.state.export(whole=True)
             step = self.replica.state.commit.step
+            if not self._ranks.is_first:
+                return ""
             try:
                 return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
             except OSError as e:
@@ -139,10 +165,11 @@ class TrainerService:
         search = checkpoint.newest_good(Path(folder))
         refused = tuple(str(e) for e in search.bad)
         if search.found is not None:
-            self.replica.load_state(search.found.tensors, search.found.meta)
+            self.replica.load_state(search.found.tensors, search.found.meta, whole=True)
             path = str(search.found.path)
         else:
-            self.replica.load_state(*first_state(self._job, self.replica.vocab, replica=self._spawn.replica).export())
+            first = first_state(self._job, self.replica.vocab, replica=self._spawn.replica)
+            self.replica.load_state(*first.export(), whole=True)
             path = ""
         self._publish(self.replica.state.commit.policy_version)
         return LoadedCheckpoint(path=path, refused=refused)

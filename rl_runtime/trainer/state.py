@@ -32,6 +32,7 @@ from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumber
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
+from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
 from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of
 
 META_FORMAT: Final = 2
@@ -61,21 +62,24 @@ class Network:
         optimizer: OptimizerConfig = OptimizerConfig(),
         prefix: str = "",
         dtype: torch.dtype | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`dtype`: of the weights to compute with; None: the module's own."""
-        self.module, self.prefix = module, prefix
+        """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
+        self.module, self.prefix, self._ranks = module, prefix, ranks
+        if ranks.size > 1:
+            ranks.shard(module)
         everything = sorted(module.named_parameters())  # a tied parameter appears once
         named = [(n, p) for n, p in everything if p.requires_grad]
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
-        self.num_parameters = sum(p.numel() for p in self.parameters)
         before = [p.data for p in self.parameters]
         if dtype is not None:
             compute_in(module, dtype)
         self.masters: tuple[torch.nn.Parameter, ...] = tuple(
-            p if p.dtype == master.dtype else torch.nn.Parameter(master)
-            for p, master in zip(self.parameters, before, strict=True)
+            self._master(p, data) for p, data in zip(self.parameters, before, strict=True)
         )
+        self.num_parameters = sum(master.numel() for master in self.masters)
+        """Number that this rank holds."""
         self._adapted = adapted_layers(module)
         self._sent = [(n, plain_name(n), p) for n, p in everything if not is_adapter(n)]
         self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
@@ -99,6 +103,13 @@ class Network:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
+    def _master(self, parameter: Any, before: torch.Tensor) -> torch.nn.Parameter:
+        """`before`: the parameter's data before it was rounded."""
+        if self._ranks.size > 1:  # this rank's rows of it, in the same memory
+            return torch.nn.Parameter(parameter.to_local().detach())
+        found: torch.nn.Parameter = parameter
+        return found if found.dtype == before.dtype else torch.nn.Parameter(before)
+
     @property
     def optimizer_step(self) -> int:
         return int(self._optimizer.state[self.masters[0]]["step"])
@@ -114,7 +125,11 @@ class Network:
             part = sums[start : start + p.numel()].view_as(p)
             p.grad = (part / divisor).to(p.dtype)
             start += p.numel()
-        return float(torch.nn.utils.clip_grad_norm_(self.masters, self._grad_norm_max))
+        gradients = [p.grad for p in self.masters if p.grad is not None]
+        norm = self._ranks.norm(float(torch.nn.utils.get_total_norm(gradients)))
+        total = torch.tensor(norm, dtype=self.masters[0].dtype)
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self._grad_norm_max, total)
+        return norm
 
     def drop_gradient(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -131,14 +146,17 @@ class Network:
     def masters_changed(self) -> None:
         """Brings the weights to compute with up to date; call it after each change of the masters."""
         for p, master in zip(self.parameters, self.masters, strict=True):
-            if p is not master:
+            if p.dtype != master.dtype:
                 p.copy_(master)
         for layer in self._adapted:
             layer.merge()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
-        changes is not copied."""
+        changes is not copied. Of several ranks all call it, and the first one gets the weights."""
+        if self._ranks.size > 1:
+            whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)
+            return {n: weight for n, weight in whole if self._ranks.is_first}
         return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -151,6 +169,12 @@ class Network:
             yield f"{self.prefix}{WEIGHT}/{n}", p.detach()
             for moment in MOMENTS:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
+
+    def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `tensors`, of all ranks together: copies, made one by one. All ranks call it."""
+        shapes = [p.shape for p in self.parameters for _ in (WEIGHT, *MOMENTS)]
+        for (name, local), shape in zip(self.tensors(), shapes, strict=True):
+            yield name, self._ranks.whole(local, shape).clone()
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -192,9 +216,11 @@ class TrainerState:
         replica: ReplicaId,
         versions_kept: int = 0,
         learning_rate_share: Callable[[int], float] = lambda _step: 1.0,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`versions_kept`: number of previous policy versions to keep. `learning_rate_share`: in an optimizer step."""
-        self._learning_rate_share = learning_rate_share
+        """`versions_kept`: number of previous policy versions to keep. `learning_rate_share`: in an optimizer step.
+        `ranks`: that share the networks; a state holds this rank's rows of them."""
+        self._learning_rate_share, self._ranks = learning_rate_share, ranks
         self.policy, self.critic = policy, critic
         # Version -> weights; only the working thread reads it.
         self.previous: Mapping[int, dict[str, torch.Tensor]] = {}
@@ -250,6 +276,7 @@ class TrainerState:
                 self.policy, draft.policy = draft.policy, self.policy
                 self.critic, draft.critic = draft.critic, self.critic
                 self._networks, draft._networks = draft._networks, self._networks
+            self._ranks.agree()  # a commit is visible only when all ranks have applied it
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
@@ -309,10 +336,16 @@ class TrainerState:
             logprobs, _ = token_logprobs(self.policy.module(input_ids=row, use_cache=False).logits, row)
         return tuple(float(x) for x in logprobs[0, 1:])
 
-    def export(self) -> tuple[dict[str, torch.Tensor], str]:
-        """The whole state for a replacement: copies of all tensors, and the matching JSON meta."""
+    def export(self, *, whole: bool = False) -> tuple[dict[str, torch.Tensor], str]:
+        """The state for a replacement: copies of all tensors, of several ranks this rank's rows, and the matching JSON
+        meta. `whole`: of all ranks together, at the first one; then all call it.
+        """
         with self._lock:
-            tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
+            if whole and self._ranks.size > 1:
+                found = (named for network in self._networks for named in network.whole_tensors())
+                tensors = {name: t for name, t in found if self._ranks.is_first}
+            else:
+                tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
             meta = {
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
@@ -322,8 +355,26 @@ class TrainerState:
             }
         return tensors, json.dumps(meta, sort_keys=True)
 
-    def load(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Checks everything first, then replaces the state. Raises ProofMismatch: names the tensor, or the meta."""
+    def load(self, tensors: dict[str, torch.Tensor], meta: str, *, whole: bool = False) -> None:
+        """Checks everything first, then replaces the state. `whole`: the tensors are of all ranks together.
+
+        Raises:
+            ProofMismatch: names the tensor, or the meta.
+        """
+        tensors, steps, commit, band = self.checked(tensors, meta, whole=whole)
+        with self._lock:
+            for network in self._networks:
+                network.take(tensors, steps)
+            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
+            self.commit, self.band = commit, band
+            self.weights_digest = self._digest_weights()
+
+    def checked(
+        self, tensors: dict[str, torch.Tensor], meta: str, *, whole: bool = False
+    ) -> tuple[dict[str, torch.Tensor], int, CommitRecord, LearnedBand]:
+        """What `load` would become: this rank's tensors, and the meta's parts. Raises ProofMismatch: as in `load`."""
+        if whole:
+            tensors = {name: self._ranks.rows(t) for name, t in tensors.items()}
         try:
             steps, commit, band = parse_meta(meta)
         except ValueError as e:
@@ -331,12 +382,7 @@ class TrainerState:
         self._check_tensors(tensors)
         if json.loads(meta).get("frozen", "") != self._frozen:
             raise self._mismatch("(frozen)", "its adapters belong to other weights: the model folder has changed")
-        with self._lock:
-            for network in self._networks:
-                network.take(tensors, steps)
-            self.previous, self._snapshot = {}, None  # they may belong to a discarded policy
-            self.commit, self.band = commit, band
-            self.weights_digest = self._digest_weights()
+        return tensors, steps, commit, band
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         has_critic = any(name.startswith(CRITIC) for name in tensors)
@@ -363,7 +409,12 @@ class TrainerState:
 
 
 def first_state(
-    job: JobConfig, vocab: Vocabulary, *, replica: ReplicaId, dtype: torch.dtype = torch.float32
+    job: JobConfig,
+    vocab: Vocabulary,
+    *,
+    replica: ReplicaId,
+    dtype: torch.dtype = torch.float32,
+    ranks: Ranks = ALONE,
 ) -> TrainerState:
     """A run's initial state: a function of the job alone, so that every replica creates the same bits.
 
@@ -378,6 +429,7 @@ def first_state(
         grad_norm_max=algorithm.grad_norm_max,
         optimizer=job.optimizer,
         dtype=computed,
+        ranks=ranks,
     )
     critic = None
     if algorithm.has_critic:
@@ -388,8 +440,10 @@ def first_state(
             optimizer=job.optimizer,
             prefix=CRITIC,
             dtype=computed,
+            ranks=ranks,
         )
-    kept = min(VERSIONS_KEPT, job.runtime.staleness_max)
+    # Of several ranks none is kept: previous weights are whole, and a rank would hold all of them.
+    kept = min(VERSIONS_KEPT, job.runtime.staleness_max) if ranks.size == 1 else 0
     return TrainerState(
         policy,
         critic,
@@ -397,6 +451,7 @@ def first_state(
         replica=replica,
         versions_kept=kept,
         learning_rate_share=partial(job.optimizer.learning_rate_share, num_steps=job.num_steps),
+        ranks=ranks,
     )
 
 

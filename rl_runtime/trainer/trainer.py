@@ -15,6 +15,9 @@ Gradients are sums over tokens and are divided once, after the vote, by the tota
 
 A critic, if any, runs in the same process and commit: two networks, one reduce, one vote.
 
+A replica of several ranks (`ranks.py`) is one of these objects in each of their processes, with the same calls in the
+same order. Its ranks vote each in their own group, and commit only if all of these agree.
+
 No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`, `reset_step`
 and all readers of the state may be called from other threads at the same time.
 """
@@ -36,6 +39,8 @@ from rolecall.core.errors import (
     CommitVoteRejected,
     NonFiniteMicrobatch,
     NonFiniteValue,
+    PeerLost,
+    ProofMismatch,
     StaleIncarnation,
     WrongNumbers,
     shown_groups,
@@ -61,6 +66,7 @@ from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.band import band_after, compare, unusual_microbatches
 from rolecall.rl_runtime.trainer.model import compute_in, make_model
 from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, Outputs, PartialStep
+from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
 from rolecall.rl_runtime.trainer.reduce import (
     BUCKET_BYTES,
     LOOPBACK,
@@ -90,6 +96,7 @@ class TrainerReplica:
         bucket_bytes: int = BUCKET_BYTES,
         address: str = LOOPBACK,
         dtype: torch.dtype = torch.float32,
+        ranks: Ranks = ALONE,
         clock: Clock | None = None,
         on_microbatch: Callable[[], float | None] = nothing,
         on_bucket: Callable[[], None] = nothing,
@@ -99,19 +106,20 @@ class TrainerReplica:
 
         `address`: of this replica's node, where the other trainers reach its process group.
         `dtype`: of the weights. float64 makes rounding negligible in tests of a step.
+        `ranks`: of this replica; the process is one of them.
         `on_microbatch`: called before each; the number that it returns multiplies the microbatch's loss and gradient.
         `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` returns the weights.
         """
         torch.set_num_threads(1)
-        self.replica, self.incarnation, self.job = replica, incarnation, job
+        self.replica, self.incarnation, self.job, self.ranks = replica, incarnation, job, ranks
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
         self.vocab = vocabulary(job.model, None if job.data else job.task.name)
         self._longest = job.max_response_tokens
-        self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
+        self.state = first_state(job, self.vocab, replica=replica, dtype=dtype, ranks=ranks)
         self._draft: TrainerState | None = None
         if job.algorithm.num_updates > 1:
-            self._draft = first_state(job, self.vocab, replica=replica, dtype=dtype)
+            self._draft = first_state(job, self.vocab, replica=replica, dtype=dtype, ranks=ranks)
         self._has_state = has_state
         reference = None
         if job.algorithm.kl_coefficient > 0:
@@ -125,6 +133,7 @@ class TrainerReplica:
             longest=self._longest,
             reference=reference,
             sampling=job.sampling,
+            ranks=ranks,
         )
         self._partial = PartialStep(self.state.num_parameters)
         self._stores_lock = threading.Lock()
@@ -185,15 +194,25 @@ class TrainerReplica:
             raise StaleIncarnation(replica=self.replica, wanted="state copied first", got=f"join of epoch {epoch}")
         self._leave()
         self._joined_epoch = epoch
-        self._group = ReduceGroup(
-            epoch=epoch,
-            rank=rank,
-            size=size,
-            host=host,
-            port=port,
-            timeout_seconds=self.job.runtime.group_timeout_seconds,
-            address=self._address,
-        )
+        lost, group = "", None
+        try:
+            group = ReduceGroup(
+                epoch=epoch,
+                rank=rank,
+                size=size,
+                host=host,
+                port=port,
+                timeout_seconds=self.job.runtime.group_timeout_seconds,
+                address=self._address,
+                shard=self.ranks.rank,
+            )
+        except PeerLost as e:
+            lost = e.because
+        if lost := self.ranks.agree(lost):
+            if group is not None:
+                group.close(lost)
+            raise PeerLost(epoch=epoch, because=lost)
+        self._group = group
         with self._stores_lock:
             for old in [e for e in self._stores if e < epoch]:
                 self._stores.pop(old).close()
@@ -241,12 +260,13 @@ class TrainerReplica:
                 draft.become(self.state)
         old: dict[str, Outputs] = {}
         votes: list[list[CommitVote]] = []
+        digests: list[str] = []
         norms: list[float] = []
         for number, ids in enumerate(plan):
             with self._leaving_on_error(group, "step"):
                 local = self._compute(draft or self.state, epoch, step, number, mine, ids, all_ids, old)
             ballots, sums = self._reduce_and_vote(group, epoch, step, number, local, ledger, draft or self.state)
-            self._refuse_disagreement(ballots, epoch, step, ids, members)
+            digests.append(self._refuse_disagreement(ballots, epoch, step, ids, members))
             if not first:
                 self._refuse_unusual(ballots, step)
             votes.append(ballots)
@@ -262,7 +282,7 @@ class TrainerReplica:
             epoch=epoch,
             microbatch_ids=tuple(sorted(all_ids)),
             group_ids=tally.group_ids,
-            gradient_digest=_digest_of([ballots[0].gradient_digest for ballots in votes]),
+            gradient_digest=_digest_of(digests),
             ledger=ledger,
         )
         with self._optimizing(step):
@@ -293,14 +313,26 @@ class TrainerReplica:
                 self._on_publish(commit.policy_version)
         return result
 
-    def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Becomes a bitwise copy: weights, optimizer state, commit record.
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: str, *, whole: bool = False) -> None:
+        """Becomes a bitwise copy: weights, optimizer state, commit record. `whole`: the tensors are not this rank's
+        rows, but of all ranks together.
 
         Raises:
-            ProofMismatch: names, shapes or dtypes differ from this model's; nothing was changed.
+            ProofMismatch: names, shapes or dtypes differ from this model's, or its ranks have states of different
+                steps; nothing was changed.
         """
+        mismatch: ProofMismatch | None = None
+        try:
+            self.state.checked(tensors, meta, whole=whole)
+        except ProofMismatch as e:
+            mismatch = e
+        because = self.ranks.agree("" if mismatch is None else str(mismatch))
+        if not because and len(set(self.ranks.gather(meta))) > 1:
+            because = "the ranks have states of different steps"
+        if because:
+            raise mismatch or ProofMismatch(replica=self.replica, part="state", tensor="(ranks)", reason=because)
         with reporter.phase(Phase.COPY):
-            self.state.load(tensors, meta)
+            self.state.load(tensors, meta, whole=whole)
         self._partial.clear(self.state.commit.step + 1)
         self._has_state = True
         reporter.update(policy_version=self.state.commit.policy_version)
@@ -361,13 +393,10 @@ class TrainerReplica:
         algorithm = self.job.algorithm
         own = [m for m in mine if m.microbatch_id in ids]
         is_first_pass = update < algorithm.mini_batches
-        self._partial.prepare(step, own, update)
         with reporter.phase(Phase.COMPUTE):
-            for microbatch in own:
+            for microbatch in self._missing(step, own, update):
                 name = microbatch.microbatch_id
-                if self._partial.has(name):
-                    continue
-                factor = self._on_microbatch()
+                factor = self._factor()
                 started = self._clock.monotonic()
                 if algorithm.num_updates > 1 and name not in old:
                     old[name] = self._gradients.outputs(self.state, microbatch)
@@ -379,14 +408,30 @@ class TrainerReplica:
                     stats = replace(stats, unusual=self.state.band.outside(stats.numbers))
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
-                reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
+                reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens if self.ranks.is_first else 0)
                 # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
                 reporter.update(loss=stats.numbers.loss)
         local = self._partial.taken({m.microbatch_id for m in own})
-        if local is None:
-            because = "the step was reset while it was computed"
+        because = self.ranks.agree("" if local is not None else "the step was reset while it was computed")
+        if because or local is None:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
         return local
+
+    def _missing(self, step: int, own: Sequence[Microbatch], update: int) -> list[Microbatch]:
+        """Of `own`, those still to compute, the same at all ranks."""
+        self._partial.prepare(step, own, update)
+        missing = [m.microbatch_id for m in own if not self._partial.has(m.microbatch_id)]
+        if any(of_rank != missing for of_rank in self.ranks.gather(missing)):
+            # A reset reached some ranks earlier than others: none keeps what it has.
+            self._partial.clear(step)
+            self._partial.prepare(step, own, update)
+            return list(own)
+        return [m for m in own if m.microbatch_id in missing]
+
+    def _factor(self) -> float | None:
+        """Of the next microbatch, from fault injection in any rank."""
+        factors = [f for f in self.ranks.gather(self._on_microbatch()) if f is not None]
+        return math.prod(factors) if factors else None
 
     def _reduce_and_vote(
         self,
@@ -398,7 +443,32 @@ class TrainerReplica:
         ledger: ChainHead,
         state: TrainerState,
     ) -> tuple[list[CommitVote], torch.Tensor]:
-        """All members' ballots and the sum of their gradients."""
+        """All members' ballots and the sum of their gradients, of this rank's shard.
+
+        Raises:
+            PeerLost: one of this replica's ranks has lost a peer.
+        """
+        lost, found = "", None
+        try:
+            found = self._vote_of_rank(group, epoch, step, update, local, ledger, state)
+        except PeerLost as e:
+            lost = e.because
+        lost = self.ranks.agree(lost)
+        if lost or found is None:
+            group.close(lost)
+            raise PeerLost(epoch=epoch, because=lost)
+        return found
+
+    def _vote_of_rank(
+        self,
+        group: ReduceGroup,
+        epoch: int,
+        step: int,
+        update: int,
+        local: Contribution,
+        ledger: ChainHead,
+        state: TrainerState,
+    ) -> tuple[list[CommitVote], torch.Tensor]:
         with reporter.phase(Phase.REDUCE), self._leaving_on_error(group, "reduce"):
             sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
             ballot = CommitVote(
@@ -422,8 +492,11 @@ class TrainerReplica:
         step: int,
         all_ids: Sequence[str],
         members: Sequence[ReplicaId],
-    ) -> None:
-        """The same verdict at every member, because all have the same ballots and sum."""
+    ) -> str:
+        """Digest of the reduced gradient. The same verdict at every member, because all have the same ballots and sum.
+
+        The ranks of a replica have the same microbatches and other shards: any of them may find a disagreement.
+        """
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 error = NonFiniteMicrobatch(
@@ -432,11 +505,13 @@ class TrainerReplica:
                 if other.replica == self.replica:
                     # Its sum is invalid; the others keep theirs, and only it reports to its agent.
                     self.reset_step(step)
-                    reporter.exception(error)
+                    if self.ranks.is_first:
+                        reporter.exception(error)
                 raise error
-        because = disagreement(ballots, members=members, all_ids=all_ids)
+        because = self.ranks.agree(disagreement(ballots, members=members, all_ids=all_ids))
         if because:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
+        return _digest_of(self.ranks.gather(ballots[0].gradient_digest))
 
     def _refuse_unusual(self, ballots: Sequence[CommitVote], step: int) -> None:
         """The same verdict at every member, because each trainer's own judgement is in its ballot. Several trainers
@@ -450,6 +525,8 @@ class TrainerReplica:
 
     def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
         """Reports another replica's wrong numbers to the agent, once in a step, if this one recomputed them."""
+        if not self.ranks.is_first:
+            return
         for found in compared:
             if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
                 first = found.first
@@ -471,7 +548,7 @@ class TrainerReplica:
 
 
 def _digest_of(gradient_digests: Sequence[str]) -> str:
-    """The record of all updates; of one it is the gradient's digest."""
+    """The record of all updates, or of all ranks' shards; of one it is the gradient's digest."""
     if len(gradient_digests) == 1:
         return gradient_digests[0]
     return hashlib.sha256("".join(gradient_digests).encode()).hexdigest()

@@ -65,6 +65,9 @@ class ProcessSample:
     beats: int = 0  # ticks of a Python side thread: grows while the interpreter can run bytecode
     collectives_entered: int = 0
     collectives_done: int = 0
+    exchanges: int = (
+        0  # begun with the other ranks of its replica; of two that stand still, the lower one is waited for
+    )
     busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches)
     work_units: int = 0  # number of finished work units in busy_seconds
     tokens: int = 0

@@ -5,6 +5,7 @@ config = {mask_proc_state = true}    # DetectorConfig
 end = 30.0                           # seconds
 
 [process."trainer/0"]                # phase, node, incarnation, and rates a second of its counters
+                                     # (of several ranks: "trainer/0 rank 1")
 phase = "compute"
 progress = 4.0
 
@@ -53,6 +54,7 @@ RATES = {
     "main_run_delay_seconds": 0.0,
     "throttled_seconds": 0.0,
     "collectives": 0.0,
+    "exchanges": 0.0,
     "policy_version": 0.0,
 }
 FIELDS = {"phase": "idle", "epoch": 1, "step": 0, "requests_active": 0, "proc_state": "S", "replica": "", "alive": True}
@@ -64,6 +66,7 @@ class Process:
     """Counters that grow at constant rates between changes."""
 
     replica: str
+    rank: int
     node: str
     pid: int
     incarnation: int
@@ -105,7 +108,7 @@ class Process:
             process=self.process(),
             role=split_replica(name)[0],
             replica=name,
-            rank=0,
+            rank=self.rank,
             incarnation=self.incarnation,
             at=now,
             wall_at=now + WALL_OFFSET,
@@ -123,6 +126,7 @@ class Process:
             beats=int(c.get("beats", 0.0)),
             collectives_entered=collectives + int(c.get("collectives_entered", 0.0)),
             collectives_done=collectives,
+            exchanges=int(c.get("exchanges", 0.0)),
             busy_seconds=c.get("busy_seconds", 0.0),
             work_units=int(c.get("work_units", 0.0)),
             tokens=int(c.get("tokens", 0.0)),
@@ -152,12 +156,14 @@ class Scenario:
         for replica, given in self.spec["process"].items():
             self.start(replica, given, 0.0)
 
-    def start(self, replica: str, given: dict[str, Any], now: float) -> None:
+    def start(self, name: str, given: dict[str, Any], now: float) -> None:
         values = dict(given)
+        replica, _, rank = name.partition(" rank ")
         node = values.pop("node", "node-" + replica.replace("/", "-"))
         incarnation = values.pop("incarnation", 1)
         p = Process(
             replica,
+            int(rank or 0),
             node,
             100 + len(self.observations) + len(self.processes),
             incarnation,
@@ -166,8 +172,8 @@ class Scenario:
         )
         p.progress_at = now
         p.change(now, values)
-        self.processes[replica] = p
-        self.event(now, {"kind": "registered", "replica": replica})
+        self.processes[name] = p
+        self.event(now, {"kind": "registered", "replica": name})
 
     def event(self, now: float, given: dict[str, Any]) -> None:
         p = self.processes[given["replica"]]
@@ -183,6 +189,7 @@ class Scenario:
                 process=p.process(),
                 role=split_replica(name)[0],
                 replica=name,
+                rank=p.rank,
                 incarnation=p.incarnation,
                 detail={k: str(v) for k, v in given.get("detail", {}).items()},
             )

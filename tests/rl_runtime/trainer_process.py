@@ -9,11 +9,12 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import torch
 
 from rolecall.agent.reporter import reporter
@@ -27,7 +28,8 @@ from rolecall.rl_runtime.algorithms.objective import Divisors
 from rolecall.rl_runtime.protocol.messages import CommitRecord, EndReason, Microbatch, PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import Prompt, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer.reduce import LOOPBACK
+from rolecall.rl_runtime.trainer.ranks import Ranks
+from rolecall.rl_runtime.trainer.reduce import LOOPBACK, EpochStore
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
 from tests.netns import Machine
 
@@ -47,6 +49,10 @@ class Place:
     machine: Machine | None = None
     node_dir: str = ""  # of the agent that it registers with
     secret: str = ""
+    rank: int = 0
+    num_ranks: int = 1
+    store: tuple[str, int] = ("", 0)  # where the ranks of the replica meet
+    float64: bool = False
 
 
 def tiny_job(name: str = "grpo", *, algorithm: Mapping[str, Any] | None = None, **runtime: Any) -> JobConfig:
@@ -121,7 +127,7 @@ class Spied(TrainerReplica):
             state, start = self.state, 0
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
-                for name, p in zip(network.names, network.parameters, strict=True) if network else ():
+                for name, p in zip(network.names, network.masters, strict=True) if network else ():
                     found[f"{network.prefix}{name}"] = sums[start : start + p.numel()].view(p.shape) / divisor
                     start += p.numel()
             assert start == sums.numel()
@@ -132,8 +138,8 @@ class Spied(TrainerReplica):
     def gradient_of(self, step: int) -> dict[str, Any]:
         return {n: g.numpy() for n, g in self.gradients[step].items()}
 
-    def exported(self) -> tuple[dict[str, Any], str]:
-        tensors, meta = self.state.export()
+    def exported(self, whole: bool = False) -> tuple[dict[str, Any], str]:
+        tensors, meta = self.state.export(whole=whole)
         return {n: t.numpy() for n, t in tensors.items()}, meta
 
     def commit_record(self) -> CommitRecord:
@@ -145,13 +151,13 @@ class Spied(TrainerReplica):
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         return self.state.policy_tensors(version)
 
-    def take(self, tensors: dict[str, Any], meta: str) -> None:
-        self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta)
+    def take(self, tensors: dict[str, Any], meta: str, whole: bool = False) -> None:
+        self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta, whole=whole)
 
     def corrupt_weight(self, network: str = "policy", by: float = 1.0) -> None:
         """One weight differs, and so does this replica's digest."""
         with torch.no_grad():
-            getattr(self.state, network).parameters[0].view(-1)[-1] += by
+            getattr(self.state, network).masters[0].view(-1)[-1] += by
         self.state.weights_digest = self.state._digest_weights()
 
 
@@ -168,7 +174,8 @@ def serve(
     if place.machine is not None:
         place.machine.enter()  # before there is a second thread
     if place.node_dir:
-        reporter.start(replica=replica, rank=0, incarnation=1, secret=place.secret, node_dir=place.node_dir)
+        reporter.start(replica=replica, rank=place.rank, incarnation=1, secret=place.secret, node_dir=place.node_dir)
+    ranks = Ranks(place.rank, place.num_ranks, host=place.store[0], port=place.store[1], seconds=DEADLINE_SECONDS)
     seen: Counter[str] = Counter()
 
     def next_message() -> Any:
@@ -192,6 +199,8 @@ def serve(
         has_state=has_state,
         bucket_bytes=BUCKET_BYTES,
         address=place.machine.address if place.machine is not None else LOOPBACK,
+        dtype=torch.float64 if place.float64 else torch.float32,
+        ranks=ranks,
         on_microbatch=lambda: at("microbatch"),
         on_bucket=lambda: at("bucket"),
         on_publish=lambda version: at("publish"),
@@ -288,12 +297,66 @@ class TrainerProcess:
         return kind, value
 
 
+class RankedReplica:
+    """A replica of several ranks, each a process; answers like one."""
+
+    def __init__(self, team: "Team", index: int, ranks: int, *, float64: bool = False, **of_the_last: Any) -> None:
+        self.replica = replica_id("trainer", index)
+        self._store = EpochStore(LOOPBACK, DEADLINE_SECONDS)
+        at = (self._store.host, self._store.port)
+        self.ranks = [
+            team.start(
+                index,
+                place=Place(rank=rank, num_ranks=ranks, store=at, float64=float64),
+                **(of_the_last if rank == ranks - 1 else {}),
+            )
+            for rank in range(ranks)
+        ]
+
+    def ready(self) -> None:
+        for rank in self.ranks:
+            rank.ready()
+
+    def send(self, method: str, *args: Any) -> None:
+        for rank in self.ranks:
+            rank.send(method, *args)
+
+    def answers(self) -> list[Any]:
+        """Of all ranks. Raises what the first one raised, after all have answered; all raise the same."""
+        found: list[Any] = []
+        errors: list[RolecallError] = []
+        for rank in self.ranks:
+            try:
+                found.append(rank.answer())
+            except RolecallError as e:
+                errors.append(e)
+        if errors:
+            assert not found and len({str(e) for e in errors}) == 1, (found, errors)
+            raise errors[0]
+        return found
+
+    def answer(self) -> Any:
+        return self.answers()[0]
+
+    def ask(self, method: str, *args: Any) -> Any:
+        if method == "open_store":
+            return self.ranks[0].ask(method, *args)
+        self.send(method, *args)
+        return self.answer()
+
+    def gathered(self, method: str, *args: Any) -> dict[str, Any]:
+        """Tensors of all ranks, put together by rows."""
+        self.send(method, *args)
+        found = self.answers()
+        return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
+
+
 class Team:
     """A controller's part, as small as a test needs it."""
 
     def __init__(self, job: JobConfig) -> None:
         self.job, self.epoch = job, 0
-        self.members: list[TrainerProcess] = []
+        self.members: list[TrainerProcess | RankedReplica] = []
         self.all: list[TrainerProcess] = []
 
     def start(
@@ -311,20 +374,20 @@ class Team:
         self.all.append(process)
         return process
 
-    def join(self, members: list[TrainerProcess]) -> None:
+    def join(self, members: Sequence["TrainerProcess | RankedReplica"]) -> None:
         """Makes the next epoch of these."""
         self.tell_join(members)
         for member in members:
             member.answer()
 
-    def tell_join(self, members: list[TrainerProcess]) -> None:
+    def tell_join(self, members: Sequence["TrainerProcess | RankedReplica"]) -> None:
         self.epoch += 1
-        self.members = members
+        self.members = list(members)
         host, port = members[0].ask("open_store", self.epoch) if len(members) > 1 else ("127.0.0.1", 0)
         for rank, member in enumerate(members):
             member.send("join", 1, self.epoch, rank, len(members), host, port)
 
-    def tell_step(self, step: int, shares: Mapping[TrainerProcess, list[int]]) -> None:
+    def tell_step(self, step: int, shares: Mapping[Any, list[int]]) -> None:
         microbatches = make_microbatches(self.job, step)
         ids = [m.microbatch_id for m in microbatches]
         names = [m.replica for m in self.members]

@@ -118,7 +118,22 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
                 continue
         if subject.progress_due:
             found.append(Stall(subject, phase_deadline(fleet, subject, config), subject.stall, False))
-    return found
+    return [s for s in found if not _waits_in_its_replica(s, found)]
+
+
+def _waits_in_its_replica(stall: Stall, found: list[Stall]) -> bool:
+    """Whether another rank of its replica, whose ranks compute together, stands still and is what it waits for: one
+    without heartbeats, else one that began fewer exchanges."""
+    mine = stall.subject.sample
+    assert mine is not None, "a stalled process has a sample"
+    if stall.beats_stopped or not mine.exchanges:
+        return False
+    return any(
+        other.beats_stopped or (other.subject.sample and other.subject.sample.exchanges < mine.exchanges)
+        for other in found
+        if other.subject.key != stall.subject.key
+        and (other.subject.replica, other.subject.incarnation) == (stall.subject.replica, stall.subject.incarnation)
+    )
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:

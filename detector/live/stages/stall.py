@@ -155,19 +155,29 @@ class CollectiveStage(Stage):
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        groups: dict[tuple[str, int], list[Stall]] = {}
+        groups: dict[tuple[str, int, int], list[Stall]] = {}
         for s in tick.stalls:
-            if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and s.subject.sample is not None:
-                groups.setdefault((s.subject.role, s.subject.sample.epoch), []).append(s)
+            sample = s.subject.sample
+            if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and sample is not None:
+                # Ranks that compute together with others of their replica reduce only with the same rank elsewhere.
+                shard = s.subject.rank if sample.exchanges else -1
+                groups.setdefault((s.subject.role, sample.epoch, shard), []).append(s)
         found = [_judge_collective(tick.fleet, *key, waiters, tick.stalls, tick.now) for key, waiters in groups.items()]
         return [f for f in found if f is not None]
 
 
 def _judge_collective(
-    fleet: MonitoredProcesses, role: str, epoch: int, waiters: list[Stall], all_stalls: list[Stall], now: float
+    fleet: MonitoredProcesses,
+    role: str,
+    epoch: int,
+    shard: int,
+    waiters: list[Stall],
+    all_stalls: list[Stall],
+    now: float,
 ) -> Finding | None:
+    """`shard`: the rank in its replica that all members are; -1: any."""
     role_members = fleet.roster.of_role(role).values()
-    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch]
+    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch and shard in (-1, s.rank)]
     if any(m.gone for m in members):
         return None  # the crash stage names it; its peers wait until the runtime has handled the exit
     if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):

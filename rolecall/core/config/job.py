@@ -234,6 +234,11 @@ class RecoveryConfig(Section):
 class RuntimeConfig(Section):
     nodes: Annotated[int, Field(ge=1, le=512)] = 7
     """Nodes of the local cluster."""
+    trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
+    lost and replaced as a whole. More than one: not with lora, bfloat16 or gradient_checkpointing."""
+    rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
     """Warm rollout processes that can take a replica's place."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
@@ -256,6 +261,12 @@ class RuntimeConfig(Section):
     """Peak FLOP/s of the devices of one trainer, from the data sheet. null: trainers have no MFU."""
     rollout_peak_flops: Annotated[float, Field(gt=0)] | None = None
     """Peak FLOP/s of the devices of one rollout, from the data sheet. null: rollouts have no MFU."""
+
+    @model_serializer(mode="wrap")
+    def _only_if_several(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # The digest of a job without it stays that of earlier versions.
+        dumped: dict[str, Any] = handler(self)
+        return {k: v for k, v in dumped.items() if k not in ("trainer_ranks", "rollout_ranks") or v > 1}
 
 
 class JobConfig(Section):
@@ -333,6 +344,19 @@ class JobConfig(Section):
     def _lora(self) -> "JobConfig":
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora: needs model.path: the built-in model is trained as a whole")
+        return self
+
+    @model_validator(mode="after")
+    def _trainer_ranks(self) -> "JobConfig":
+        """Refuses what several ranks of a trainer cannot share."""
+        others = {
+            "lora": self.lora is not None,
+            "model.dtype: bfloat16": self.model.dtype != "float32",
+            "model.gradient_checkpointing": self.model.gradient_checkpointing,
+        }
+        if self.runtime.trainer_ranks > 1 and any(others.values()):
+            given = ", ".join(name for name, has in others.items() if has)
+            raise ValueError(f"runtime.trainer_ranks: {self.runtime.trainer_ranks} ranks do not work with {given} yet")
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,87 @@
+"""A trainer service of several ranks: every rank makes the calls that change the state, the first one answers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.errors import RolecallError
+from rolecall.rl_runtime.faults import process_side as faults
+from rolecall.rl_runtime.protocol.spawn import ActorSpec
+from rolecall.rl_runtime.rank_processes import (
+    RANKS_TIMEOUT_SECONDS,
+    FurtherRanks,
+    Next,
+    RankStart,
+    end_with_error,
+)
+from rolecall.rl_runtime.trainer.ranks import Ranks
+from rolecall.rl_runtime.trainer.reduce import LOOPBACK, EpochStore
+from rolecall.rl_runtime.trainer.service import TrainerService
+
+TOLD: Final = frozenset(("join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint", "reset_step"))
+
+
+class LedTrainer:
+    """In the process of the first rank. Has the methods of a trainer service."""
+
+    def __init__(
+        self, spawn: ActorSpec, job: JobConfig, *, address: str, injection: Callable[[], faults.Injection]
+    ) -> None:
+        """Starts the further ranks, and returns when all are ready. `injection`: makes an injection agreement."""
+        size = job.runtime.trainer_ranks
+        self._store = EpochStore(LOOPBACK, RANKS_TIMEOUT_SECONDS)
+        at = self._store.host, self._store.port
+        self.ranks = FurtherRanks(spawn, job, size=size, body=f"{__name__}:further_rank", details=(address, at))
+        self._service = make_service(spawn, job, address=address, ranks=_ranks(0, size, at), injection=injection)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._service, name)
+        return partial(self._by_all, name, method) if name in TOLD else method
+
+    def _by_all(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            self.ranks.tell(name, *args)
+            return method(*args)
+        except RolecallError:
+            raise  # every rank has it
+        except Exception as e:  # noqa: BLE001 it is reported
+            end_with_error(e)  # the other ranks may be in the middle of the call
+
+
+def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], None]) -> None:
+    address, at = start.details
+    service = make_service(
+        start.spawn,
+        parse_job(start.job),
+        address=address,
+        ranks=_ranks(start.rank, start.size, at),
+        injection=start.injection,
+    )
+    while True:
+        name, args = next_call()
+        try:
+            getattr(service, name)(*args)
+        except RolecallError:
+            pass  # the first rank has the same, and answers
+
+
+def make_service(
+    spawn: ActorSpec, job: JobConfig, *, address: str, ranks: Ranks, injection: Callable[[], faults.Injection]
+) -> TrainerService:
+    """A trainer service with the checkpoints of fault injection."""
+    of_work = injection()
+    return TrainerService(
+        spawn,
+        job,
+        address=address,
+        ranks=ranks,
+        on_microbatch=partial(of_work.factor, faults.MICROBATCH),
+        on_bucket=partial(of_work.checkpoint, faults.BUCKET),
+        on_tensor=partial(injection().checkpoint, faults.WEIGHTS),
+    )
+
+
+def _ranks(rank: int, size: int, at: tuple[str, int]) -> Ranks:
+    host, port = at
+    return Ranks(rank, size, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)

@@ -1,0 +1,141 @@
+"""The ranks of one trainer replica: processes that hold a shard of each tensor, and compute each step together.
+
+Inside a replica the model is sharded with FSDP2 (`fully_shard`, arXiv 2304.11277): a rank holds its rows of every
+parameter, gathers a layer's weights while it computes with them, and keeps its shard of the summed gradient. Each rank
+computes other rows of a microbatch. Across replicas rank k reduces, votes and copies with rank k of the others
+(`reduce.py`, `service.py`).
+
+All ranks make the same calls in the same order. Where one of them alone could fail, they agree first (`agree`), so that
+they all go on or all stop. A rank that ends takes its replica with it (`rank_processes.py`).
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from rolecall.agent.reporter import reporter
+
+GROUP_NAME: Final = "ranks"
+
+
+class Ranks:
+    """This process's place among the ranks of its replica, and their collectives. One rank has none to wait for."""
+
+    def __init__(self, rank: int = 0, size: int = 1, *, host: str = "", port: int = 0, seconds: float = 0.0) -> None:
+        """Waits for all `size` ranks at the store `host`:`port`, and makes their process group the default one.
+
+        `seconds`: longest wait for another rank, here and in each collective.
+
+        Raises:
+            RuntimeError: not all ranks arrived in time.
+        """
+        self.rank, self.size = rank, size
+        self._mesh: Any = None
+        if size == 1:
+            return
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of a replica are on one node
+        timeout = timedelta(seconds=seconds)
+        store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo", store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
+        )
+        self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+
+    @property
+    def is_first(self) -> bool:
+        """Rank 0 answers for its replica."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (of JSON types), by rank."""
+        if self.size == 1:
+            return [value]
+        import torch.distributed as dist
+
+        reporter.exchange()
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, json.dumps(value))
+        return [json.loads(text) for text in found]
+
+    def agree(self, failure: str = "") -> str:
+        """The first rank's failure that is not empty, the same at every rank."""
+        return next((text for text in self.gather(failure) if text), "")
+
+    def norm(self, local: float) -> float:
+        """Norm of a vector from the norms of its shards."""
+        return local if self.size == 1 else math.sqrt(math.fsum(x * x for x in self.gather(local)))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            import torch.distributed as dist
+
+            reporter.exchange()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def shard(self, module: nn.Module) -> None:
+        """Replaces each parameter by this rank's rows of it. Gradients are sums over the ranks, not means."""
+        from torch.distributed.fsdp import fully_shard
+
+        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+        inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
+        layers = [layer for outer in lists if id(outer) not in inner for layer in outer]
+        # The root, too, is resharded after its forward pass: only then are its shards what a parameter holds.
+        for part in (*layers, module):
+            sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+            part.register_forward_pre_hook(_count_exchange, prepend=True)  # before FSDP's, which waits
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a tensor, as FSDP2 cuts it."""
+        if self.size == 1:
+            return whole
+        parts = whole.chunk(self.size)
+        return parts[self.rank] if self.rank < len(parts) else whole[:0]
+
+    def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:
+        """The tensor of `shape` whose rows here are `local`; all ranks call it, each gets all of it."""
+        if self.size == 1:
+            return local
+        from torch.distributed.tensor import DTensor, Shard
+
+        size = torch.Size(shape)
+        stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+        full: Tensor = DTensor.from_local(
+            local.contiguous(), self._mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+        ).full_tensor()
+        return full
+
+    def close(self) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+
+
+def _count_exchange(_module: nn.Module, _inputs: Any) -> None:
+    reporter.exchange()
+
+
+ALONE: Final = Ranks()
+"""A replica of one rank."""
+
+
+def dealt(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Rows of each rank: every rank gets about as many tokens. One rank: all rows, in their order."""
+    if ranks == 1:
+        return [list(range(len(lengths)))]
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    return [order[rank::ranks] for rank in range(ranks)]

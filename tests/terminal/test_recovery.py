@@ -145,6 +145,8 @@ def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_pa
     assert "  trainer/0 rank 1  pid 41  vm  exited      step 7\n      last progress" in narrow
     silent = status_text({**queries.status(run, world.clock), "ranks": [{**ranks[0], "phase": ""}]}, now)
     assert "  vm  running  " in silent
+    later = status_text({**queries.status(run, world.clock), "ranks": ranks}, now + 300.0)
+    assert "trainer/0 rank 0  pid 40  vm  last seen 5 min ago" in later, "its watch may have ended"
     many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
     assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
 

@@ -111,7 +111,7 @@ def test_what_a_closed_incident_says_is_past() -> None:
     incident = {
         "incident_id": "inc-1-trainer-0", "state": "closed", "open": False, "outcome": "self_recovered",
         "because": hang, "set_aside": None, "opened_at": 0.0, "closed_at": 9.0, "plan": None, "held_by": [],
-        "hold": None, "review": None, "oncall_paged": False,
+        "hold": None, "review": None, "page": None,
     }  # fmt: skip
     text = incidents_text([incident], 10.0)
     assert text.startswith("inc-1-trainer-0 self recovered: trainer/0 was hung: ") and " is " not in text

@@ -8,6 +8,7 @@ severity   critical: trainers or the controller stand still, a node is lost, or 
 from collections.abc import Mapping
 from enum import StrEnum
 
+from rolecall.core.diagnosis import Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import in_words, node_text, plain
 from rolecall.recovery.advice import WATCHED
@@ -69,10 +70,16 @@ def title(incident: Incident, step: int | None = None) -> str:
     if found.fault_class is F.NODE_LOST and found.suspects and found.suspects[0].node:
         names, what = [node_text(found.suspects[0].node)], "lost"
     else:
-        names = list(dict.fromkeys(s.name.partition("#")[0] for s in found.suspects if s.name))
+        names = list(dict.fromkeys(_name(s) for s in found.suspects if s.name))
     who = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     when = "" if step is None else f" in step {step}"
     return plain(f"{who or 'The job'} {what}{when}", 200)
+
+
+def _name(suspect: Suspect) -> str:
+    """`trainer/1`; with the rank if rolecall only watches the job, or it is a further one."""
+    rank = suspect.rank is not None and (suspect.rank or not suspect.incarnation)
+    return suspect.name.partition("#")[0] + (f" rank {suspect.rank}" if rank else "")
 
 
 def would_do(incident: Incident) -> str:

@@ -68,6 +68,9 @@ class LedEngine(VllmEngine):
         reporter.exchange()
         return super().canary()
 
+    def close(self) -> None:
+        self._ranks.finish()  # the process exits next; taking down a group waits for ranks that are gone
+
 
 def start_ranks(spawn: ActorSpec, job: JobConfig, settings: EngineSettings) -> tuple[EnginePlace, FurtherRanks]:
     """Starts the further ranks of an engine; (place of the first one, the others)."""

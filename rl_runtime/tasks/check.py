@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import psutil
 
-from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.job import JobConfig, parse_job, unshared_heads
 from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
 from rolecall.core.text import counted
 from rolecall.rl_runtime.model_folder import check_weights, read_config, rows_of, weight_shapes
@@ -102,6 +102,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
         _collected("evaluation", lambda: _check_evaluation_size(job), problems)
     _collected("model", lambda: _check_model(job), problems)
     _collected("model", lambda: _check_layers(job), problems)
+    _collected("runtime", lambda: _check_heads(job), problems)
     _collected("roles", lambda: _check_memory(job, available_bytes()), problems)
     return list(dict.fromkeys(problems)), fingerprints or ("", "")
 
@@ -281,6 +282,15 @@ def _check_weights(model: Any, shapes: Mapping[str, tuple[int, ...]], folder: Pa
     check_weights(missing if shapes.keys() <= {*own} else (), mismatched, folder)
 
 
+def _check_heads(job: JobConfig) -> str:
+    config = read_config(Path(job.model.path or ""))
+    text = config.get("text_config") or config
+    heads = int(text.get("num_attention_heads") or job.runtime.rollout_ranks)
+    if because := unshared_heads(heads, int(text.get("num_key_value_heads") or heads), job.runtime.rollout_ranks):
+        raise ConfigError([because])
+    return ""
+
+
 def _check_memory(job: JobConfig, available: int) -> str:
     folder = Path(job.model.path or "")
     num = _num_parameters(folder)
@@ -292,8 +302,9 @@ def _check_memory(job: JobConfig, available: int) -> str:
     if algorithm.num_updates > 1:
         trainer += (DRAFT_BYTES[dtype] if job.lora is None else 2 * weight) * (1 + algorithm.has_critic)
     logits = _logits_bytes(job, rows_of(read_config(folder), 0))
-    needed = roles.trainer * (num * trainer + logits + PROCESS_BYTES)
-    needed += rollouts * (num * weight + job.runtime.kv_cache_bytes + PROCESS_BYTES)
+    ranks = job.runtime
+    needed = roles.trainer * (num * trainer + ranks.trainer_ranks * (logits + PROCESS_BYTES))
+    needed += rollouts * (num * weight + ranks.rollout_ranks * (ranks.kv_cache_bytes + PROCESS_BYTES))
     if needed > available:
         what = f"{counted(roles.trainer, 'trainer')} and {counted(rollouts, 'engine')} of {num / 1e6:.0f} M parameters"
         of_logits = f"{roles.trainer * logits / 2**30:.1f} of it for logits, less with algorithm.microbatch_tokens_max"

@@ -19,6 +19,7 @@ from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, Rows, aligned
+from rolecall.views.observed_ranks import SILENT_SECONDS
 
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
@@ -153,14 +154,14 @@ def _jobs(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
 def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableType]:
     """Of a job that rolecall only watches."""
     if len(ranks) > REPLICAS_SHOWN_MAX:
-        alive = sum(r["is_alive"] for r in ranks)
+        alive = sum(r["is_alive"] and now - r["seen_at"] <= SILENT_SECONDS for r in ranks)
         return [*_jobs(ranks), _text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
     rows = [
         (
             _text(f"{r['replica']} rank {r['rank']}"),
             _text(f"pid {r['pid']}"),
             _text(r["node"]),
-            _text(_doing(r) if r["is_alive"] else ("exited", SOFT)),
+            _text(_doing(r, now)),
             _text(f"step {r['step']}" if r["step"] >= 0 else ""),
             _text((f"last progress {ago(r['progress_at'], now)}" if r["progress_at"] else "", SOFT)),
         )
@@ -169,7 +170,11 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[RenderableTyp
     return [*_jobs(ranks), Rows(rows)]
 
 
-def _doing(rank: Mapping[str, Any]) -> str:
+def _doing(rank: Mapping[str, Any], now: float) -> str | tuple[str, str]:
+    if not rank["is_alive"]:
+        return "exited", SOFT
+    if now - rank["seen_at"] > SILENT_SECONDS:
+        return f"last seen {ago(rank['seen_at'], now)}", WARN
     return f"phase {rank['phase']}" if rank["phase"] else "running"
 
 

@@ -181,3 +181,27 @@ def _sections(model: type[Section]) -> list[type[Section]]:
 def test_every_section_refuses_unknown_keys(section: type[Section]) -> None:
     with pytest.raises(ValidationError):
         section.model_validate({"surely_not_a_key": 1})
+
+
+def test_ranks_that_a_replica_cannot_share_are_refused() -> None:
+    ranks = {"runtime": {"trainer_ranks": 2, "rollout_ranks": 2}}
+    assert parse_job(ranks).runtime.rollout_ranks == 2
+    assert _problems({"runtime": {"rollout_ranks": 3}}) == (
+        "runtime.rollout_ranks: 3 ranks do not divide the model's 4 attention heads",
+    )
+    assert "neither divides the other" in "".join(
+        _problems({"model": {"num_heads": 12, "num_kv_heads": 6}, "runtime": {"rollout_ranks": 4}})
+    )
+    for model, named in (
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing"),
+    ):
+        assert named in "".join(_problems({"model": {"path": "/m", **model}, **ranks}))
+    assert "lora" in "".join(_problems({"model": {"path": "/m"}, "lora": {"rank": 4}, **ranks}))
+
+
+def test_one_rank_is_not_part_of_a_dump() -> None:
+    """The digest of an older job stays what it was."""
+    assert "trainer_ranks" not in JobConfig().model_dump()["runtime"]
+    dumped = parse_job({"runtime": {"trainer_ranks": 2}}).model_dump(mode="json")
+    assert dumped["runtime"]["trainer_ranks"] == 2 and parse_job(dumped).runtime.trainer_ranks == 2

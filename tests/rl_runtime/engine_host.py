@@ -7,13 +7,20 @@ Run by `test_engine.py`: python engine_host.py SOCKET, with the connection's key
 import os
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Client
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.config.job import parse_job
+from rolecall.core.ids import NodeId
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.rollout.engine import VllmEngine
+from rolecall.rl_runtime.rollout.led_engine import LedEngine, start_ranks
 from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -53,6 +60,10 @@ class Host:
         self.delay_seconds = 0.0
         clock = SystemClock()
         begun = clock.monotonic()
+        if run := arguments.pop("run", ""):
+            spawn = make_spawn(RunDir(Path(run)), arguments["replica"], arguments["incarnation"], NodeId("node-1"))
+            place, ranks = start_ranks(spawn, parse_job({}), arguments["settings"])
+            arguments |= {"make_engine": partial(LedEngine, place=place, ranks=ranks), "on_promotion": ranks.become}
         self.replica = RolloutReplica(on_step=lambda: clock.sleep(self.delay_seconds), **arguments)
         self.start_seconds = clock.monotonic() - begun
 
@@ -100,6 +111,14 @@ class Host:
                 engine._llm.model_executor.driver_worker.worker._rolecall_expected.clear()
 
         self.in_engine(damage)
+
+    def load_at_further_ranks_only(self, path: str) -> None:
+        def load(engine: VllmEngine) -> None:
+            assert isinstance(engine, LedEngine)
+            engine._ranks.tell("load", path)
+            engine._ranks.answers(60.0)
+
+        self.in_engine(load)
 
     def bytes_sent(self) -> dict[tuple[str, int, str], int]:
         return self.replica.server.bytes_sent()

@@ -111,7 +111,7 @@ def test_what_a_closed_incident_says_is_past() -> None:
     incident = {
         "incident_id": "inc-1-trainer-0", "state": "closed", "open": False, "outcome": "self_recovered",
         "because": hang, "set_aside": None, "opened_at": 0.0, "closed_at": 9.0, "plan": None, "held_by": [],
-        "hold": None, "review": None, "oncall_paged": False,
+        "hold": None, "review": None, "page": None,
     }  # fmt: skip
     text = incidents_text([incident], 10.0)
     assert text.startswith("inc-1-trainer-0 self recovered: trainer/0 was hung: ") and " is " not in text
@@ -145,6 +145,8 @@ def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_pa
     assert "  trainer/0 rank 1  pid 41  vm  exited      step 7\n      last progress" in narrow
     silent = status_text({**queries.status(run, world.clock), "ranks": [{**ranks[0], "phase": ""}]}, now)
     assert "  vm  running  " in silent
+    later = status_text({**queries.status(run, world.clock), "ranks": ranks}, now + 300.0)
+    assert "trainer/0 rank 0  pid 40  vm  last seen 5 min ago" in later, "its watch may have ended"
     many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
     assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
 

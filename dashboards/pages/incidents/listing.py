@@ -6,9 +6,11 @@ Untrusted text is shown with `st.text` and in tables, or escaped; headings and l
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import pandas
 import streamlit as st
 
 from rolecall.core.text import escape, seconds, utc
+from rolecall.dashboards.data.incident_titles import Severity
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import KIND_OF, step_of
@@ -18,6 +20,11 @@ from rolecall.dashboards.pages.shell import chosen_run
 from rolecall.dashboards.pages.style import sparkline
 
 ANY = ""
+SEVERITY_STYLES = {
+    Severity.CRITICAL: "background-color: #fbdcdc; color: #8a1c1c",
+    Severity.WARNING: "background-color: #fdebcf; color: #7a4a06",
+    Severity.MINOR: "background-color: #dde9fb; color: #1d4486",
+}
 ROW_PIXELS = 58
 """Two lines of a diagnosis; a longer one is whole on the incident's page, and in the cell when it is opened."""
 SPARK_INCIDENTS, SPARK_MIN = 60, 3
@@ -165,8 +172,11 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     marked = _marked(rows)
     cells = [{"": "▸" if n == marked else "", **_cells(r, now, run)} for n, r in enumerate(rows)]
     filled = [name for name in cells[0] if any(c[name] for c in cells)] if cells else []
+    shown = pandas.DataFrame([{name: c[name] for name in filled} for c in cells])
+    if "severity" in filled:
+        shown = shown.style.map(_severity_style, subset=["severity"])
     picked = st.dataframe(
-        [{name: c[name] for name in filled} for c in cells],
+        shown,
         hide_index=True,
         column_config=config,
         row_height=ROW_PIXELS,
@@ -177,6 +187,11 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     chosen = picked["selection"]["rows"]
     if chosen and chosen[0] < len(rows):
         open_page(rows[chosen[0]].incident_id)
+
+
+def _severity_style(value: str) -> str:
+    """CSS of a severity's cell, readable on a light and on a dark page."""
+    return next((style for level, style in SEVERITY_STYLES.items() if value.endswith(level)), "")
 
 
 def _kind(row: table.IncidentTableRow) -> str:

@@ -29,7 +29,7 @@ from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 from rolecall.core.journal.database import checked_url, redacted
-from rolecall.core.text import os_reason
+from rolecall.core.text import counted, os_reason
 
 
 class ModelConfig(Section):
@@ -269,6 +269,17 @@ class RuntimeConfig(Section):
         return {k: v for k, v in dumped.items() if k not in ("trainer_ranks", "rollout_ranks") or v > 1}
 
 
+def unshared_heads(num_heads: int, num_kv_heads: int, ranks: int) -> str:
+    """Why tensor-parallel ranks cannot share a model's attention heads; empty if they can."""
+    if num_heads % ranks:
+        heads = counted(num_heads, "attention head")
+        return f"runtime.rollout_ranks: {ranks} ranks do not divide the model's {heads}"
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        heads = f"the model's {num_kv_heads} key-value heads"
+        return f"runtime.rollout_ranks: {ranks} ranks and {heads}: neither divides the other"
+    return ""
+
+
 class JobConfig(Section):
     """One RL post-training run."""
 
@@ -347,8 +358,11 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _trainer_ranks(self) -> "JobConfig":
-        """Refuses what several ranks of a trainer cannot share."""
+    def _ranks(self) -> "JobConfig":
+        """Refuses what several ranks of a replica cannot share."""
+        heads = unshared_heads(self.model.num_heads, self.model.num_kv_heads, self.runtime.rollout_ranks)
+        if self.model.path is None and heads:
+            raise ValueError(heads)
         others = {
             "lora": self.lora is not None,
             "model.dtype: bfloat16": self.model.dtype != "float32",

@@ -427,7 +427,7 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     at = drawn(observed_job(tmp_path))
     page = text(at)
     assert "Watched" in page and "1 open incident" in page and "mode observe: no action is taken" in page
-    assert "trainer/0 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
+    assert "trainer/0 rank 1 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
     assert "rolecall would replace trainer/0 on vm" in page and "only observed" in page
     assert "<dt>suspect</dt><dd>trainer/0 rank 1 on vm</dd>" in page
     assert "<dt>paging</dt><dd>logged; no notification channel configured</dd>" in page, "said once, without a repeat"

@@ -57,7 +57,10 @@ SLOW_STEP_SECONDS = 0.1
 class Remote:
     """One engine process."""
 
-    def __init__(self, replica: str, folder: Path, model: Path, settings: EngineSettings | None = None) -> None:
+    def __init__(
+        self, replica: str, folder: Path, model: Path, settings: EngineSettings | None = None, *, run: str = ""
+    ) -> None:
+        """`run`: a run directory, for an engine of several ranks."""
         self.replica = ReplicaId(replica)
         address, key = str(folder / f"{replica.replace('/', '-')}-{secrets.token_hex(4)}"), secrets.token_bytes(16)
         self._listener = Listener(address, authkey=key)
@@ -72,6 +75,7 @@ class Remote:
             "incarnation": 1,
             "token": TOKEN,
             "settings": settings or EngineSettings(model_dir=str(model), max_model_len=128),
+            "run": run,
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -24,6 +24,7 @@ from rolecall.rl_runtime.tasks.check import (
     _architectures,
     _check_data,
     _check_dtype,
+    _check_heads,
     _check_layers,
     _check_memory,
     _check_reward,
@@ -399,6 +400,16 @@ def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
     ):
         _check_memory(job, 1 << 30)
     assert _check_memory(job, 64 << 30) == ""
+    several = job.model_copy(update={"runtime": job.runtime.model_copy(update={"trainer_ranks": 2})})
+    with pytest.raises(ConfigError, match=r"need about 8.3 GiB"):
+        _check_memory(several, 1 << 30)
+
+
+def test_the_heads_of_a_model_folder_are_known_before_the_start(folder: Path) -> None:
+    job = job_of(folder)
+    assert _check_heads(job) == ""
+    with pytest.raises(ConfigError, match="2 ranks do not divide the model's 1 attention head"):
+        _check_heads(job.model_copy(update={"runtime": job.runtime.model_copy(update={"rollout_ranks": 2})}))
 
 
 def test_bfloat16_and_adapters_need_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

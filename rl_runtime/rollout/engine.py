@@ -78,10 +78,12 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """An engine's rank among those of its replica, and the port where they meet."""
+    """An engine's rank among those of its replica, and the file where they meet: its name ends with `:`, and an id that
+    no other engine of this machine has.
+    """
 
     rank: int = 0
-    port: int = 0
+    file: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,9 +306,10 @@ def _executor(place: EnginePlace) -> Any:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class Executor(ExecutorWithExternalLauncher):  # type: ignore[misc]  # vllm has no types here
-        # The ranks' own port: with torchrun's variables all engines of a machine would share one segment of memory.
+        # With torchrun's variables all engines of a machine would share one segment of memory, which vLLM names by what
+        # follows the last colon; a port would be open to every address.
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"tcp://127.0.0.1:{place.port}", place.rank, place.rank
+            return f"file://{place.file}", place.rank, place.rank
 
     return Executor
 

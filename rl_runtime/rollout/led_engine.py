@@ -6,8 +6,10 @@ engine process outlives its replica. The first rank answers.
 """
 
 import os
-import socket
+import secrets
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +21,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
+from rolecall.rl_runtime.processes import ray_dir
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.rank_processes import FurtherRanks, Next, RankStart
 from rolecall.rl_runtime.rollout.engine import EnginePlace, EngineSettings, NewTokens, VllmEngine
@@ -74,15 +77,15 @@ class LedEngine(VllmEngine):
 
 def start_ranks(spawn: ActorSpec, job: JobConfig, settings: EngineSettings) -> tuple[EnginePlace, FurtherRanks]:
     """Starts the further ranks of an engine; (place of the first one, the others)."""
-    with socket.create_server(("127.0.0.1", 0)) as free:  # vLLM wants a number, and opens it within seconds
-        port = int(free.getsockname()[1])
-    ranks = FurtherRanks(spawn, job, size=settings.num_ranks, body=f"{__name__}:further_rank", details=(settings, port))
-    return EnginePlace(rank=0, port=port), ranks
+    folder = ray_dir(spawn.run.path) or Path(tempfile.gettempdir())  # removed with the run
+    file = str(folder / f"engine-{os.getpid()}:{secrets.token_hex(4)}")
+    ranks = FurtherRanks(spawn, job, size=settings.num_ranks, body=f"{__name__}:further_rank", details=(settings, file))
+    return EnginePlace(rank=0, file=file), ranks
 
 
 def further_rank(start: RankStart, next_call: Next, answer: Callable[[Any], None]) -> None:
-    settings, port = start.details
-    engine = VllmEngine(settings, EnginePlace(rank=start.rank, port=port))
+    settings, file = start.details
+    engine = VllmEngine(settings, EnginePlace(rank=start.rank, file=file))
     injection, clock = start.injection(), SystemClock()
     reporter.enter_phase(Phase.IDLE)
     while True:

@@ -47,7 +47,7 @@ class InjectedFault:
     """One line of the fault injector's log, `injections.jsonl`: used only for evaluation, never by a detector."""
 
     kind: str
-    target: str  # replica
+    target: str  # replica, or `trainer/0 rank 1`: one process of it
     injected_at: float  # wall seconds
     how: str = ""
     incarnation: int | None = None
@@ -59,7 +59,8 @@ class InjectedFault:
 
     @property
     def hit(self) -> tuple[str, ...]:
-        return self.targets or (self.target,)
+        """Replicas."""
+        return tuple(dict.fromkeys(t.partition(" rank ")[0] for t in self.targets or (self.target,)))
 
     @property
     def of_helper(self) -> bool:
@@ -299,7 +300,7 @@ def _affects_replacement(incident: Incident, fault: InjectedFault) -> bool:
     """Whether a fault hit a replacement that the incident had planned, while the incident was open."""
     during = incident.opened_at <= fault.injected_at <= (incident.closed_at or math.inf)
     targets = {(t.replica, t.incarnation) for a in incident.attempts for t in a.plan.targets}
-    return during and len(fault.hit) == 1 and (fault.target, fault.incarnation) in targets
+    return during and len(fault.hit) == 1 and (fault.hit[0], fault.incarnation) in targets
 
 
 def _replacements(incident: Incident, known: Mapping[Key, IncarnationRecord]) -> tuple[IncarnationRecord, ...]:

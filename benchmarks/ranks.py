@@ -1,0 +1,199 @@
+"""What does the loss of one rank cost, in replicas of several ranks?
+
+    python benchmarks/ranks.py                 one run, every fault in turn; the report, about 12 minutes
+    python benchmarks/ranks.py --repeat 3      three runs
+    python benchmarks/ranks.py --report-only   the report again
+
+A run of two trainers of two FSDP2 ranks and two tensor-parallel engines of two ranks, mode act. One further rank after
+another is killed, or stopped and left so, at a checkpoint of its work: before the forward pass of a microbatch, at a
+bucket of the reduce (the last of which is the vote), and in an engine step. The next fault comes once the incident is
+closed and three more steps are committed. Times are from the journal, on one host: from the finding to the next commit,
+and until the replacement serves again. Each fault is a line of `results/ranks.jsonl`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import common
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection, _replicas
+from rolecall.rl_runtime.faults.process_side import BUCKET, ENGINE_STEP, MICROBATCH
+
+LINES = common.RESULTS / "ranks.jsonl"
+RUNS = common.ROOT / "runs"
+FAULTS = [
+    *(("trainer", at, how) for at in (MICROBATCH, BUCKET) for how in ("kill", "stop")),
+    *(("rollout", ENGINE_STEP, how) for how in ("kill", "stop")),
+]
+BARS = {"commit": 3.0, "serving": 20.0}
+STEPS_BETWEEN = 3
+START_SECONDS, FAULT_SECONDS, END_SECONDS = 400.0, 240.0, 60.0
+POLL_SECONDS = 0.5
+STOP_SECONDS_MAX = 200.0
+JOB = """
+name: ranks
+seed: {seed}
+num_steps: 100000
+injection_allowed: true
+roles: {{trainer: 2, rollout: 2, reward: 1}}
+runtime: {{trainer_ranks: 2, rollout_ranks: 2, standbys: 0, startup_timeout_seconds: 400}}
+recovery: {{mode: act, evictions_per_hour_max: 60, retries_per_replica_max: 20}}
+"""
+
+
+def until(what: str, seconds: float, found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (value := found()) is not None:
+            return value
+        time.sleep(POLL_SECONDS)
+    raise TimeoutError(f"{what}: not within {seconds:g} s")
+
+
+def times_of(run: RunDir, kind: EventKind, after: float) -> list[float]:
+    with closing(Journal(run.database_url, create=False)) as journal:
+        return [e.wall_at for e in journal.events() if e.kind is kind and e.wall_at > after]
+
+
+def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
+    """Injects it into a further rank of the last replica, waits for its end, and measures."""
+    target: InjectionTarget = until(
+        f"a further rank of {role}",
+        FAULT_SECONDS,
+        lambda: next((t for t in reversed(_replicas(run, role)) if " rank " in t.target and t.lives), None),
+    )
+    injection = _Injection(run, f"{role}-{how}", at, how, STOP_SECONDS_MAX, SystemClock())
+    begun = time.time()
+    injection.perform([target])  # of a stop: returns when the target has been ended
+
+    def closed() -> dict[str, Any] | None:
+        with closing(Journal(run.database_url, create=False)) as journal:
+            events = [e for e in journal.events() if e.wall_at > begun]
+        opened = next((e for e in events if e.kind is EventKind.INCIDENT_OPENED), None)
+        if opened is None:
+            return None
+        own = {e.kind: e.wall_at for e in events if e.incident_id == opened.incident_id}
+        if EventKind.INCIDENT_CLOSED not in own:
+            return None
+        diagnosis: Any = opened.payload
+        suspect = diagnosis.diagnosis.suspects[0] if diagnosis.diagnosis.suspects else None
+        found_at = diagnosis.diagnosis.detected_at
+        replica, _, rank = target.target.partition(" rank ")
+        served = [e.wall_at for e in events if e.kind is EventKind.EPOCH_ADVANCED and e.wall_at > found_at]
+        ready = next((e.wall_at for e in events if e.kind is EventKind.REPLICA_READY), None)
+        commits = [e.wall_at for e in events if e.kind is EventKind.STEP_COMMITTED and e.wall_at > found_at]
+        joined = next((t for t in served if ready is not None and t >= ready), None)
+        return {
+            "role": role,
+            "at": at,
+            "how": how,
+            "named": suspect is not None and (suspect.replica, suspect.rank) == (replica, int(rank)),
+            "fault": str(diagnosis.diagnosis.fault_class),
+            "others": sum(e.kind is EventKind.INCIDENT_OPENED for e in events) - 1,
+            "found": found_at - begun,
+            "commit": commits[0] - found_at if commits else None,
+            "serving": joined - found_at if joined is not None else None,
+            "verified": own.get(EventKind.INCIDENT_VERIFIED, float("nan")) - found_at,
+        }
+
+    line: dict[str, Any] = until(f"{role} {at} {how}: the incident's end", FAULT_SECONDS, closed)
+    since = time.time()
+    until(
+        "further steps", FAULT_SECONDS, lambda: times_of(run, EventKind.STEP_COMMITTED, since)[STEPS_BETWEEN:] or None
+    )
+    return line
+
+
+def one_run(seed: int) -> None:
+    name = f"bench-ranks-{int(time.time())}"
+    job = RUNS / f"{name}.yaml"
+    RUNS.mkdir(exist_ok=True)
+    job.write_text(JOB.format(seed=seed))
+    argv = [sys.executable, "-m", "rolecall", "run", str(job), "--id", name, "--runs", str(RUNS)]
+    with (RUNS / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    run, measured = RunDir(RUNS / name), common.commit()
+    try:
+
+        def steps() -> bool | None:
+            if process.poll() is not None:
+                raise SystemExit(f"the run ended early: see {log.name}")
+            path = run.path / "journal.db"
+            return True if path.exists() and times_of(run, EventKind.STEP_COMMITTED, 0.0)[10:] else None
+
+        until("ten steps", START_SECONDS, steps)
+        for role, at, how in FAULTS:
+            line = {"commit_of": measured, "seed": seed, **one_fault(run, role, at, how)}
+            print(line, flush=True)
+            with LINES.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    finally:
+        process.terminate()
+        process.wait(END_SECONDS)
+
+
+def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
+    seeds = sorted({line["seed"] for line in lines})
+    text = common.header(
+        "Loss of one rank, replicas of two ranks",
+        "2 trainers x 2 FSDP2 ranks (gloo), 2 engines x 2 tensor-parallel ranks, 0.9 M parameters, no standby",
+        f"{', '.join(map(str, seeds))}; n = {len(lines)} faults",
+        measured,
+    )
+    text += [
+        "Seconds. Bars: the step commits within 3 s of the finding, the replica serves again within 20 s of it.",
+        "",
+        "| role | at | how | n | named by rank | found after | next commit after finding | serving after finding |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for role, at, how in FAULTS:
+        group = [x for x in lines if (x["role"], x["at"], x["how"]) == (role, at, how)]
+        if group:
+            cells = [
+                common.summary([x[key] for x in group if x[key] is not None], 1)
+                for key in ("found", "commit", "serving")
+            ]
+            named = sum(x["named"] for x in group)
+            text.append(f"| {role} | {at} | {how} | {len(group)} | {named} | {' | '.join(cells)} |")
+    trainers = [x for x in lines if x["role"] == "trainer"]
+    for key, bar in BARS.items():
+        values = [x[key] for x in trainers if x[key] is not None]
+        if values:
+            met = sum(v <= bar for v in values)
+            text += [
+                "",
+                f"Trainers, {key}: {met} of {len(trainers)} within {bar:g} s, median {statistics.median(values):.1f}.",
+            ]
+    others = sum(x["others"] for x in lines)
+    return [*text, "", f"Further incidents beside those of the faults: {others}."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--report-only", action="store_true")
+    options = parser.parse_args()
+    if not options.report_only:
+        for seed in range(options.repeat):
+            one_run(seed)
+    lines = [json.loads(line) for line in LINES.read_text().splitlines()]
+    measured = lines[-1]["commit_of"]
+    path: Path = common.write("ranks", report([x for x in lines if x["commit_of"] == measured], measured))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -48,9 +48,9 @@ def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None
     attempt = world.only().attempt
     assert attempt is not None and attempt.hold is not None and "@" in attempt.hold.by
     assert run_command(world, "lift", digest, "--reason", "seen") == 0
-    assert run_command(world, "lift", digest) == 1
+    assert run_command(world, "lift", digest) == 2
     assert f"plan {digest} is not on hold" in capsys.readouterr().err
-    assert run_command(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
+    assert run_command(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 2
 
 
 def test_review(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
     assert rows["node-4"]["replicas"] == [] and rows["node-4"]["quarantined_since"] is not None
     assert run_command(world, "node", "return", "node-4", "--reason", "a new fan") == 0
     assert run_command(world, "node", "quarantine", "node-4", "--reason", "it is loud again") == 0
-    assert run_command(world, "node", "quarantine", "node-9", "--reason", "who?") == 1
+    assert run_command(world, "node", "quarantine", "node-9", "--reason", "who?") == 2
     assert "node-9 is not a node of this run" in capsys.readouterr().err
     assert world.only().state is IncidentState.CLOSED
 

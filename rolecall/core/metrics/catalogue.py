@@ -53,6 +53,7 @@ _FROM_PAGE = (
     _process("process_beats_total", "beats", "Ticks of a Python side thread: grows while bytecode can run"),
     _process("collectives_entered_total", "collectives_entered", "Collectives that the process has entered"),
     _process("collectives_done_total", "collectives_done", "Collectives that the process has left again"),
+    _process("exchanges_total", "exchanges", "Waits for the other ranks of the replica that the process has begun"),
     _process("process_busy_seconds_total", "busy_seconds", "Wall time spent inside units of work"),
     _process("process_work_units_total", "work_units", "Units of work counted in the busy seconds"),
     _process("process_tokens_total", "tokens", "Tokens generated (rollout) or trained on (trainer)"),

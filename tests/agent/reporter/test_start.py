@@ -121,7 +121,7 @@ def test_an_agent_that_starts_later_is_found(child: Child, tmp_path: Path) -> No
         assert sample is not None
         assert [sample[k] for k in ("rank", "incarnation", "step", "progress", "phase")] == [3, 0, 5, 1, "step"]
         [event] = [e for e in agent.events() if e["kind"] == "registered"]
-        assert event["detail"] == {"launcher": "torchrun"}
+        assert event["detail"] == {"launcher": "torchrun", "launcher_pid": str(os.getpid())}
     finally:
         agent.close()
 

@@ -14,10 +14,10 @@ from rolecall.dashboards.pages.incidents.table import (
     IncidentTableRow,
     broken_row,
     choices,
-    href,
     row_of,
     shown,
 )
+from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.status import GLYPHS, SET_ASIDE, doing, status_of
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation

@@ -19,7 +19,7 @@ def test_a_stopped_rank_that_goes_on_works_and_no_other_rank_speaks_for_it() -> 
     it.ranks[1].is_stopped = False
     assert it.run(8.0) == []
     fate, seen = it.detector.fate(who)
-    assert fate is Fate.WORKS and "rank 1 (vm, pid 101) has finished" in seen
+    assert fate is Fate.WORKS and "rank 1 (vm, pid 101) makes progress, last seen in step" in seen
 
 
 def test_a_restarted_job_is_not_the_job_that_died() -> None:

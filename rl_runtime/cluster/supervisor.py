@@ -214,6 +214,7 @@ class Supervisor:
             roles=roles,
             nodes=tuple(self.nodes),
             num_steps=self.job.num_steps,
+            ranks=self.job.runtime.ranks(),
         )
         self.journal.append(started, key="run-started")
         for replica, node in placed.items():

@@ -80,6 +80,8 @@ class RunSnapshot:
     """Averaging time of `tokens_per_second`."""
     step_seconds: float | None = None
     replicas: tuple[ReplicaRow, ...] = ()
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Role -> ranks of each replica, where it has several."""
     open_incidents: tuple[IncidentRow, ...] = ()
     closed_incidents: tuple[IncidentRow, ...] = ()  # newest last
     paused: str = ""
@@ -126,8 +128,8 @@ class RunSnapshotProjection:
 
     def _read(self, event: Event) -> None:
         match event.payload:
-            case RunStarted(num_steps=num_steps):
-                self.newest = replace(self.newest, started_at=event.wall_at)
+            case RunStarted(num_steps=num_steps, ranks=ranks):
+                self.newest = replace(self.newest, started_at=event.wall_at, ranks=ranks)
                 self.num_steps = self.num_steps or num_steps
             case RunEnded(outcome=outcome):
                 self.newest = replace(self.newest, ended=outcome)

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import ActionKind, Suspect
@@ -85,7 +86,8 @@ class OpenIncident:
 def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
     by_role: dict[str, list[ReplicaRow]] = {}
-    ranks = _ranks(snapshot)
+    named = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
+    ranks = _ranks(snapshot, named)
     rows = snapshot.run.replicas or _observed_rows(snapshot.observed, snapshot.at)
     for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
@@ -96,6 +98,7 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
         counts = Counter(c.state for c in by_role[name])
         ranked = tuple(sorted(counts.items(), key=lambda kv: SEVERITY[kv[0]]))
         known = {c.replica: ranks[c.replica] for c in by_role[name] if len(ranks.get(c.replica, ())) > 1}
+        known |= _ranks_of_role(by_role[name], snapshot.run.ranks.get(name, 1), named)
         found.append(RoleSummary(name=name, cells=tuple(by_role[name]), counts=ranked, ranks=known))
     return tuple(found)
 
@@ -114,8 +117,24 @@ def _observed_rows(observed: Sequence[ObservedRank], now: float) -> tuple[Replic
     return tuple(rows)
 
 
-def _ranks(snapshot: JournalSnapshot) -> dict[str, tuple[tuple[str, str], ...]]:
-    named = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
+def _ranks_of_role(
+    cells: Iterable[ReplicaRow], number: int, named: AbstractSet[tuple[str, int | None]]
+) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Of replicas of a run of rolecall: they live and die as one, but a diagnosis names a rank."""
+
+    def state(cell: ReplicaRow, rank: int) -> str:
+        if {(cell.replica, rank), (cell.replica, None)} & named:
+            return "suspect"
+        return "healthy" if cell.state == "suspect" else cell.state
+
+    if number == 1:
+        return {}
+    return {c.replica: tuple((f"rank {n} on {c.node}", state(c, n)) for n in range(number)) for c in cells}
+
+
+def _ranks(
+    snapshot: JournalSnapshot, named: AbstractSet[tuple[str, int | None]]
+) -> dict[str, tuple[tuple[str, str], ...]]:
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for r in snapshot.observed:
         state = "healthy" if r.alive_at(snapshot.at) else "lost"

@@ -29,6 +29,7 @@ from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 from rolecall.core.journal.database import checked_url, redacted
+from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import counted, os_reason
 
 
@@ -261,6 +262,11 @@ class RuntimeConfig(Section):
     """Peak FLOP/s of the devices of one trainer, from the data sheet. null: trainers have no MFU."""
     rollout_peak_flops: Annotated[float, Field(gt=0)] | None = None
     """Peak FLOP/s of the devices of one rollout, from the data sheet. null: rollouts have no MFU."""
+
+    def ranks(self) -> dict[str, int]:
+        """Role -> ranks of each replica, where it has several."""
+        found = {"trainer": self.trainer_ranks, "rollout": self.rollout_ranks, STANDBY_ROLE: self.rollout_ranks}
+        return {role: number for role, number in found.items() if number > 1}
 
     @model_serializer(mode="wrap")
     def _only_if_several(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -190,6 +190,9 @@ class RunStarted(Payload):
     roles: Annotated[Mapping[str, int], "role -> number of replicas, standbys included"]
     nodes: Annotated[tuple[str, ...], "nodes of the run"]
     num_steps: Annotated[int | None, "optimizer steps that the job runs for"] = None
+    ranks: Annotated[Mapping[str, int], "role -> ranks of each replica, where it has several"] = field(
+        default_factory=dict
+    )
 
 
 @_event(K.RUN_ENDED, SESSION)

@@ -464,3 +464,17 @@ def test_a_failed_audit_is_on_top_of_the_page(tmp_path: Path) -> None:
     at = drawn(made.settings())
     eventually(lambda: "The audit found" in text(at.run()), "the result of the audit")
     assert any("accounting" in str(link.proto.page) for link in at.get("page_link"))
+
+
+def test_the_ranks_of_a_replica_are_inside_it_and_the_suspect_one_is_marked() -> None:
+    cells = [ReplicaRow(replica=f"trainer/{n}", node="n", incarnation=1, state="healthy") for n in range(2)]
+    cells[1] = replace(cells[1], state="suspect")
+    found = view._ranks_of_role(cells, 2, {("trainer/1", 1)})
+    assert found["trainer/0"] == (("rank 0 on n", "healthy"), ("rank 1 on n", "healthy"))
+    assert [state for _, state in found["trainer/1"]] == ["healthy", "suspect"]
+    assert view._ranks_of_role(cells, 1, set()) == {}
+    assert [s for _, s in view._ranks_of_role(cells, 2, {("trainer/1", None)})["trainer/1"]] == ["suspect"] * 2
+    page = role_html(
+        RoleSummary(name="trainer", cells=tuple(cells), counts=(("suspect", 1), ("healthy", 1)), ranks=found)
+    )
+    assert page.count('aria-label="2 ranks"') == 2

@@ -214,12 +214,12 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
-        from rolecall.rl_runtime.trainer.led_trainer import LedTrainer, make_service
+        from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
         from rolecall.rl_runtime.trainer.ranks import ALONE
 
         address = _node_address()
         if job.runtime.trainer_ranks > 1:
-            self._served = LedTrainer(spawn, job, address=address, injection=self._injection)
+            self._served = MultiRankTrainer(spawn, job, address=address, injection=self._injection)
             self._further_ranks = self._served.ranks
         else:
             self._served = make_service(spawn, job, address=address, ranks=ALONE, injection=self._injection)
@@ -249,11 +249,11 @@ class RolloutActor(_Actor):
         )
         several: dict[str, Any] = {}
         if settings.num_ranks > 1:
-            from rolecall.rl_runtime.rollout.led_engine import LedEngine, start_ranks
+            from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, start_ranks
 
             place, self._further_ranks = start_ranks(spawn, job, settings)
             several = {
-                "make_engine": partial(LedEngine, place=place, ranks=self._further_ranks),
+                "make_engine": partial(MultiRankEngine, place=place, ranks=self._further_ranks),
                 "on_promotion": self._further_ranks.become,
             }
         self._served = RolloutReplica(

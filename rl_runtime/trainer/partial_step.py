@@ -52,12 +52,12 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Rows of a batch that this rank computes together, and the length of the longest one among them. Those from
-    `counted` on only keep other ranks company: they do not count."""
+    """Rows of a batch that this rank computes together, and the length of the longest one among them. Chunks from
+    `num_counted` on are padding: they do not count, and run because other ranks have more chunks."""
 
     rows: list[list[int]]
     ends: list[int]
-    counted: int
+    num_counted: int
 
     @torch.no_grad()
     def gathered(self, batch: Batch, of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -65,7 +65,7 @@ class _Chunks:
         rows."""
         found = [of(batch.tokens_st[rows, :end]) for rows, end in zip(self.rows, self.ends, strict=True)]
         whole = found[0].new_zeros((*batch.tokens_st.shape, *found[0].shape[2:]))
-        for rows, end, x in list(zip(self.rows, self.ends, found, strict=True))[: self.counted]:
+        for rows, end, x in list(zip(self.rows, self.ends, found, strict=True))[: self.num_counted]:
             whole[rows, :end] = x
         return whole
 
@@ -135,7 +135,7 @@ class Gradients:
         ratio_s = torch.full_like(batch.rewards_s, -1.0)
         parts = parts_of(batch, cut.rows, cut.ends)
         for number, (rows, end, part) in enumerate(zip(cut.rows, cut.ends, parts, strict=True)):
-            counts = number < cut.counted
+            counts = number < cut.num_counted
 
             def of_part(x_st: torch.Tensor | None, rows: list[int] = rows, end: int = end) -> torch.Tensor | None:
                 return None if x_st is None else x_st[rows, :end]
@@ -214,8 +214,8 @@ class Gradients:
             for rows in dealt(lengths, self._ranks.size)
         ]
         mine = of_ranks[self._ranks.rank]
-        for_company = max(map(len, of_ranks)) - len(mine)
-        rows = mine + [of_ranks[0][0][:1]] * for_company
+        num_padding = max(map(len, of_ranks)) - len(mine)
+        rows = mine + [of_ranks[0][0][:1]] * num_padding
         return _Chunks(rows, [max(lengths[row] for row in some) for some in rows], len(mine))
 
     def _gradient(self, state: TrainerState, found: Objective, *, counts: bool) -> torch.Tensor:

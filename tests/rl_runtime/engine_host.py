@@ -20,7 +20,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.rollout.engine import VllmEngine
-from rolecall.rl_runtime.rollout.led_engine import LedEngine, start_ranks
+from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, start_ranks
 from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -63,7 +63,10 @@ class Host:
         if run := arguments.pop("run", ""):
             spawn = make_spawn(RunDir(Path(run)), arguments["replica"], arguments["incarnation"], NodeId("node-1"))
             place, ranks = start_ranks(spawn, parse_job({}), arguments["settings"])
-            arguments |= {"make_engine": partial(LedEngine, place=place, ranks=ranks), "on_promotion": ranks.become}
+            arguments |= {
+                "make_engine": partial(MultiRankEngine, place=place, ranks=ranks),
+                "on_promotion": ranks.become,
+            }
         self.replica = RolloutReplica(on_step=lambda: clock.sleep(self.delay_seconds), **arguments)
         self.start_seconds = clock.monotonic() - begun
 
@@ -114,7 +117,7 @@ class Host:
 
     def load_at_further_ranks_only(self, path: str) -> None:
         def load(engine: VllmEngine) -> None:
-            assert isinstance(engine, LedEngine)
+            assert isinstance(engine, MultiRankEngine)
             engine._ranks.tell("load", path)
             engine._ranks.answers(60.0)
 

@@ -18,11 +18,11 @@ from rolecall.core.errors import CheckpointUnwritable, PeerLost
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.rank_processes import RANK_EXIT
 from rolecall.rl_runtime.trainer import checkpoint
-from tests.rl_runtime.led_trainer import LedProcess, join, tell_step
+from tests.rl_runtime.multi_rank_process import MultiRankProcess, join, tell_step
 from tests.rl_runtime.trainer_process import tiny_job
 
 REL_L2_MAX = 1e-6
-Start = Callable[..., LedProcess]
+Start = Callable[..., MultiRankProcess]
 
 
 def job(ranks: int) -> JobConfig:
@@ -38,20 +38,20 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def started(index: int, ranks: int = 2, incarnation: int = 1) -> LedProcess:
-            process = LedProcess(run, index, job(ranks), incarnation)
+        def started(index: int, ranks: int = 2, incarnation: int = 1) -> MultiRankProcess:
+            process = MultiRankProcess(run, index, job(ranks), incarnation)
             stack.callback(process.close)
             return process
 
         yield started
 
 
-def stepped(epoch: int, step: int, *members: LedProcess) -> list[Any]:
+def stepped(epoch: int, step: int, *members: MultiRankProcess) -> list[Any]:
     tell_step(job(1), epoch, step, *members)
     return [m.answer() for m in members]
 
 
-def saved(process: LedProcess, folder: Path) -> checkpoint.Checkpoint:
+def saved(process: MultiRankProcess, folder: Path) -> checkpoint.Checkpoint:
     return checkpoint.load(Path(process.ask("save_checkpoint", str(folder / "checkpoints"), 1)))
 
 

@@ -1,14 +1,14 @@
 """What does the loss of one rank cost, in replicas of several ranks?
 
-    python benchmarks/ranks.py                 one run, every fault in turn; the report, about 12 minutes
-    python benchmarks/ranks.py --repeat 3      three runs
-    python benchmarks/ranks.py --report-only   the report again
+    python benchmarks/lost_rank.py                 one run, every fault in turn; the report, about 12 minutes
+    python benchmarks/lost_rank.py --repeat 3      three runs
+    python benchmarks/lost_rank.py --report-only   the report again
 
 A run of two trainers of two FSDP2 ranks and two tensor-parallel engines of two ranks, mode act. One further rank after
 another is killed, or stopped and left so, at a checkpoint of its work: before the forward pass of a microbatch, at a
 bucket of the reduce (the last of which is the vote), and in an engine step. The next fault comes once the incident is
 closed and three more steps are committed. Times are from the journal, on one host: from the finding to the next commit,
-and until the replacement serves again. Each fault is a line of `results/ranks.jsonl`.
+and until the replacement serves again. Each fault is a line of `results/lost_rank.jsonl`.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection, _replicas
 from rolecall.rl_runtime.faults.process_side import BUCKET, ENGINE_STEP, MICROBATCH
 
-LINES = common.RESULTS / "ranks.jsonl"
+LINES = common.RESULTS / "lost_rank.jsonl"
 RUNS = common.ROOT / "runs"
 FAULTS = [
     *(("trainer", at, how) for at in (MICROBATCH, BUCKET) for how in ("kill", "stop")),
@@ -191,7 +191,7 @@ def main() -> None:
             one_run(seed)
     lines = [json.loads(line) for line in LINES.read_text().splitlines()]
     measured = lines[-1]["commit_of"]
-    path: Path = common.write("ranks", report([x for x in lines if x["commit_of"] == measured], measured))
+    path: Path = common.write("lost_rank", report([x for x in lines if x["commit_of"] == measured], measured))
     print(path)
 
 

@@ -31,7 +31,7 @@ ANSWER_SECONDS: Final = 20.0
 """Wait for a further rank to load weights or to read them back, once the first one has."""
 
 
-class LedEngine(VllmEngine):
+class MultiRankEngine(VllmEngine):
     """In the process of the first rank."""
 
     def __init__(self, settings: EngineSettings, place: EnginePlace, ranks: FurtherRanks) -> None:

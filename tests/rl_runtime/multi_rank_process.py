@@ -14,7 +14,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.processes import is_alive, recorded_processes
 from rolecall.rl_runtime.protocol.spawn import make_spawn
-from rolecall.rl_runtime.trainer.led_trainer import LedTrainer, make_service
+from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
 from rolecall.rl_runtime.trainer.ranks import ALONE
 from tests.rl_runtime.trainer_process import DEADLINE_SECONDS, LEDGER, PRELOADED, make_microbatches
 from tests.support import eventually
@@ -31,7 +31,7 @@ def serve(conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job
 
     service: Any
     if job.runtime.trainer_ranks > 1:
-        service = LedTrainer(spawn, job, address="127.0.0.1", injection=injection)
+        service = MultiRankTrainer(spawn, job, address="127.0.0.1", injection=injection)
     else:
         service = make_service(spawn, job, address="127.0.0.1", ranks=ALONE, injection=injection)
     conn.send(("ok", None))
@@ -46,7 +46,7 @@ def serve(conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job
             conn.send(("error", e))
 
 
-class LedProcess:
+class MultiRankProcess:
     """The test's handle on one replica."""
 
     def __init__(self, run: RunDir, index: int, job: JobConfig, incarnation: int = 1) -> None:
@@ -96,7 +96,7 @@ class LedProcess:
         self.assert_gone()
 
 
-def join(epoch: int, *members: LedProcess) -> None:
+def join(epoch: int, *members: MultiRankProcess) -> None:
     host, port = members[0].ask("open_store", epoch) if len(members) > 1 else ("127.0.0.1", 0)
     for rank, member in enumerate(members):
         member.send("join", member.incarnation, epoch, rank, len(members), host, port)
@@ -104,7 +104,7 @@ def join(epoch: int, *members: LedProcess) -> None:
         member.answer()
 
 
-def tell_step(job: JobConfig, epoch: int, step: int, *members: LedProcess) -> None:
+def tell_step(job: JobConfig, epoch: int, step: int, *members: MultiRankProcess) -> None:
     """Equal shares, in order."""
     microbatches = make_microbatches(job, step)
     ids, names = [m.microbatch_id for m in microbatches], [m.replica for m in members]

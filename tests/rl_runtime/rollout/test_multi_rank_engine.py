@@ -34,7 +34,7 @@ engines = [
 
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    folder = tmp_path_factory.mktemp("led-engines")
+    folder = tmp_path_factory.mktemp("multi-rank-engines")
     write_model_folder(folder / "model", ModelConfig(num_layers=2), seed=0)
     made = Stage(folder, folder / "model")
     yield made

@@ -22,7 +22,7 @@ from rolecall.rl_runtime.trainer.service import TrainerService
 TOLD: Final = frozenset(("join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint", "reset_step"))
 
 
-class LedTrainer:
+class MultiRankTrainer:
     """In the process of the first rank. Has the methods of a trainer service."""
 
     def __init__(

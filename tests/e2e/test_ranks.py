@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.runs import command, demo_run
 from tests.support import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SETTINGS = (
     "injection_allowed=true",

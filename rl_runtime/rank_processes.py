@@ -169,7 +169,7 @@ def main(descriptor: int) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # must precede the import of torch
     leader = Connection(descriptor)
     start: RankStart = leader.recv()
-    if os.getppid() != start.leader_pid:  # it ended before the kernel knew whom to kill
+    if os.getppid() != start.leader_pid:  # it ended before the line above took effect
         return 0
     spawn = start.spawn
     token = spawn.run.token()

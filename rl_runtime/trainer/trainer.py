@@ -448,41 +448,27 @@ class TrainerReplica:
         Raises:
             PeerLost: one of this replica's ranks has lost a peer.
         """
-        lost, found = "", None
+        lost, sums, raw = "", local.gradient, list[bytes]()
         try:
-            found = self._vote_of_rank(group, epoch, step, update, local, ledger, state)
+            with reporter.phase(Phase.REDUCE), self._leaving_on_error(group, "reduce"):
+                sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
+                ballot = CommitVote(
+                    replica=self.replica,
+                    incarnation=self.incarnation,
+                    epoch=epoch,
+                    step=step,
+                    update=update,
+                    microbatches=local.stats,
+                    gradient_digest=tensor_digest(sums),
+                    weights_digest=state.weights_digest,
+                    ledger=ledger,
+                )
+                raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
         except PeerLost as e:
-            lost = e.because
-        lost = self.ranks.agree(lost)
-        if lost or found is None:
+            lost = e.because or "a peer was lost"
+        if lost := self.ranks.agree(lost):
             group.close(lost)
             raise PeerLost(epoch=epoch, because=lost)
-        return found
-
-    def _vote_of_rank(
-        self,
-        group: ReduceGroup,
-        epoch: int,
-        step: int,
-        update: int,
-        local: Contribution,
-        ledger: ChainHead,
-        state: TrainerState,
-    ) -> tuple[list[CommitVote], torch.Tensor]:
-        with reporter.phase(Phase.REDUCE), self._leaving_on_error(group, "reduce"):
-            sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
-            ballot = CommitVote(
-                replica=self.replica,
-                incarnation=self.incarnation,
-                epoch=epoch,
-                step=step,
-                update=update,
-                microbatches=local.stats,
-                gradient_digest=tensor_digest(sums),
-                weights_digest=state.weights_digest,
-                ledger=ledger,
-            )
-            raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
         return [CommitVote.from_bytes(r) for r in raw], sums
 
     def _refuse_disagreement(

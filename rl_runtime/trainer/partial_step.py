@@ -37,7 +37,7 @@ from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, samp
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks, dealt
-from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
+from rolecall.rl_runtime.trainer.reduce import MicrobatchStats, nothing
 from rolecall.rl_runtime.trainer.state import TrainerState
 
 
@@ -88,8 +88,9 @@ class Gradients:
         reference: Any = None,
         sampling: SamplingConfig = SamplingConfig(),
         ranks: Ranks = ALONE,
+        on_backward: Callable[[], None] = nothing,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._on_backward = ranks, on_backward
         self._algorithm, self._pad, self._reference, self._sampling = algorithm, pad, reference, sampling
         self._staleness_max, self._longest = staleness_max, longest
         self._tokens_max = algorithm.microbatch_tokens_max
@@ -150,6 +151,7 @@ class Gradients:
                 old_values_after_st=of_part(old.values_after_st) if old else None,
             )
             # Added in the batch's dtype, which is never below that of the gradient.
+            self._on_backward()
             gradient = self._gradient(state, found, counts=counts).to(batch.rewards_s.dtype)
             flat = gradient if flat is None else flat.add_(gradient)
             if not counts:

@@ -203,6 +203,7 @@ def serve(
         ranks=ranks,
         on_microbatch=lambda: at("microbatch"),
         on_bucket=lambda: at("bucket"),
+        on_stage=at,
         on_publish=lambda version: at("publish"),
     )
     conn.send(("ready", os.getpid()))

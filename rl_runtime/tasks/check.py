@@ -247,6 +247,7 @@ def _check_layers(job: JobConfig) -> str:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from rolecall.rl_runtime.model_layers import add_layers
+    from rolecall.rl_runtime.tensor_parallel import tensor_plan
 
     folder = Path(job.model.path or "")
     try:
@@ -258,6 +259,8 @@ def _check_layers(job: JobConfig) -> str:
     _check_weights(model, weight_shapes(folder), folder)
     if job.lora is not None or job.model.gradient_checkpointing:
         add_layers(model, job.model, job.lora, job.seed)
+    if job.runtime.trainer_tensor_ranks > 1:
+        tensor_plan(model.base_model, job.runtime.trainer_tensor_ranks)
     return ""
 
 
@@ -285,9 +288,10 @@ def _check_weights(model: Any, shapes: Mapping[str, tuple[int, ...]], folder: Pa
 def _check_heads(job: JobConfig) -> str:
     config = read_config(Path(job.model.path or ""))
     text = config.get("text_config") or config
-    heads = int(text.get("num_attention_heads") or job.runtime.rollout_ranks)
-    if because := unshared_heads(heads, int(text.get("num_key_value_heads") or heads), job.runtime.rollout_ranks):
-        raise ConfigError([because])
+    runtime = job.runtime
+    heads = int(text.get("num_attention_heads") or math.lcm(runtime.rollout_ranks, runtime.trainer_tensor_ranks))
+    if problems := unshared_heads(heads, int(text.get("num_key_value_heads") or heads), runtime):
+        raise ConfigError(problems)
     return ""
 
 

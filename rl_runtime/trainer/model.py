@@ -58,6 +58,11 @@ class Critic(nn.Module):
         values: Tensor = self.value_head(hidden_bsh.to(self.value_head.weight.dtype)).squeeze(-1)
         return values
 
+    @property
+    def base_model(self) -> Any:
+        """The body, under the library's name for it."""
+        return self.model
+
 
 def make_model(config: ModelConfig, vocab: Vocabulary, seed: int, lora: LoraSettings | None = None) -> Any:
     """The model in float32, in eval mode (no dropout anywhere): the same arguments give the same bits. `lora`: with

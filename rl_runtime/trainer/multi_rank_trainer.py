@@ -35,12 +35,11 @@ class MultiRankTrainer:
         injection: Callable[[], faults.Injection],
     ) -> None:
         """Returns when all ranks are ready. `injection`: makes an injection agreement."""
-        size = job.runtime.trainer_ranks
         self._store = EpochStore(LOOPBACK, RANKS_TIMEOUT_SECONDS)
         at = self._store.host, self._store.port
         self._ranks = ranks
         ranks.tell("begin", address, at)
-        self._service = make_service(spawn, job, address=address, ranks=_ranks(0, size, at), injection=injection)
+        self._service = make_service(spawn, job, address=address, ranks=_ranks(job, 0, at), injection=injection)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)
@@ -58,11 +57,12 @@ class MultiRankTrainer:
 
 def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], None]) -> None:
     _, (address, at) = next_call()
+    job = parse_job(start.job)
     service = make_service(
         start.spawn,
-        parse_job(start.job),
+        job,
         address=address,
-        ranks=_ranks(start.rank, start.size, at),
+        ranks=_ranks(job, start.rank, at),
         injection=start.injection,
     )
     while True:
@@ -90,6 +90,7 @@ def make_service(
     )
 
 
-def _ranks(rank: int, size: int, at: tuple[str, int]) -> Ranks:
+def _ranks(job: JobConfig, rank: int, at: tuple[str, int]) -> Ranks:
     host, port = at
-    return Ranks(rank, size, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)
+    size, tensor = job.runtime.trainer_ranks, job.runtime.trainer_tensor_ranks
+    return Ranks(rank, size, tensor=tensor, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)

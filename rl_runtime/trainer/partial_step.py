@@ -5,9 +5,9 @@ together (`objective.divisors`). The sum is float64, so that the order of additi
 beyond float32. It is flat: the policy's parameters, then the critic's.
 
 A microbatch of many tokens is computed in chunks of whole samples, of similar length and at most
-`microbatch_tokens_max` padded tokens each, whose gradients are added: memory is that of one chunk. The ranks of a
+`microbatch_tokens_max` padded tokens each, whose gradients are added: memory is that of one chunk. The shards of a
 replica compute chunks of different samples at the same time, as many each: where one has fewer it computes one more
-whose weight is 0, because a sharded model needs all ranks in each pass.
+whose weight is 0, because a sharded model needs all ranks in each pass. The tensor ranks of a shard compute the same.
 """
 
 import threading
@@ -173,7 +173,9 @@ class Gradients:
                 cut=lambda lengths: self._chunks(lengths).rows,
             )
             ratio_s = torch.maximum(ratio_s, recomputed_s)
-        policy_loss, known, finite, norm = self._of_all_ranks(flat, policy_loss, known, finite, ratio_s)
+        norm = state.complete(flat)
+        finite = finite and bool(torch.isfinite(flat).all())
+        policy_loss, known, finite = self._of_all_ranks(policy_loss, known, finite, ratio_s)
         own = divisors(self._algorithm, known, longest=self._longest)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
@@ -186,18 +188,17 @@ class Gradients:
         )
 
     def _of_all_ranks(
-        self, flat: torch.Tensor, policy_loss: float, known: HealthSums, finite: bool, ratio_s: torch.Tensor
-    ) -> tuple[float, HealthSums, bool, float]:
-        """(loss, sums, whether all is finite, norm of the gradient) of the microbatch; fills in other ranks' ratios."""
-        finite = finite and bool(torch.isfinite(flat).all())
-        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        self, policy_loss: float, known: HealthSums, finite: bool, ratio_s: torch.Tensor
+    ) -> tuple[float, HealthSums, bool]:
+        """(loss, sums, whether all is finite) of the microbatch; fills in other ranks' ratios."""
         if self._ranks.size == 1:
-            return policy_loss, known, finite, norm
+            return policy_loss, known, finite
         found = self._ranks.gather([policy_loss, asdict(known), finite, ratio_s.tolist()])
         losses, sums, finites, ratios = zip(*found, strict=True)
         ratio_s.copy_(torch.tensor(ratios, dtype=ratio_s.dtype).amax(dim=0))
-        known = sum((HealthSums(**s) for s in sums), HealthSums())
-        return sum(losses), known, all(finites), self._ranks.norm(norm)
+        one_of_each = slice(None, None, self._ranks.num_tensor)  # the tensor ranks of a shard have the same rows
+        known = sum((HealthSums(**s) for s in sums[one_of_each]), HealthSums())
+        return sum(losses[one_of_each]), known, all(finites)
 
     def _batch(self, state: TrainerState, microbatch: Microbatch) -> tuple[Batch, TokenSelection]:
         terms = TokenSelection(
@@ -211,17 +212,17 @@ class Gradients:
 
     def _chunks(self, lengths: Sequence[int]) -> _Chunks:
         """Of rows of these lengths."""
-        of_ranks = [
+        of_shards = [
             [[rows[i] for i in some] for some in chunks([lengths[row] for row in rows], self._tokens_max) if some]
-            for rows in dealt(lengths, self._ranks.size)
+            for rows in dealt(lengths, self._ranks.num_shards)
         ]
-        mine = of_ranks[self._ranks.rank]
-        num_padding = max(map(len, of_ranks)) - len(mine)
-        rows = mine + [of_ranks[0][0][:1]] * num_padding
+        mine = of_shards[self._ranks.shard_index]
+        num_padding = max(map(len, of_shards)) - len(mine)
+        rows = mine + [of_shards[0][0][:1]] * num_padding
         return _Chunks(rows, [max(lengths[row] for row in some) for some in rows], len(mine))
 
     def _gradient(self, state: TrainerState, found: Objective, *, counts: bool) -> torch.Tensor:
-        if self._ranks.size > 1:
+        if self._ranks.num_shards > 1:
             return self._sharded_gradient(state, found, counts=counts)
         grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
         if state.critic is not None:

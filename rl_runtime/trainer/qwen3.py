@@ -5,8 +5,9 @@ peers work; on the two cores of the demo this is most of its recovery time. A te
 library's. Folders of other architectures still use the library (`model.load_model_folder`).
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +127,19 @@ class Layer(nn.Module):
 
 class Decoder(nn.Module):
     """The body: `decoder(input_ids).last_hidden_state`, like the library's model."""
+
+    base_model_tp_plan: ClassVar[Mapping[str, str]] = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    """See `tensor_parallel`."""
 
     def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()

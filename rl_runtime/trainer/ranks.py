@@ -5,6 +5,12 @@ parameter, gathers a layer's weights while it computes with them, and keeps its 
 computes other rows of a microbatch. Across replicas rank k reduces, votes and copies with rank k of the others
 (`reduce.py`, `service.py`).
 
+With tensor parallelism the ranks are a mesh (shard, tensor), in which the second index varies fastest. The tensor ranks
+of one shard compute the same rows of a microbatch, each with its part of the layers (`tensor_parallel.py`), and FSDP2
+cuts what a tensor rank has. What they have in common stays equal bit for bit: a gradient of it is the result of one
+all-reduce, which all of them get, and lies at the same place of vectors of equal length, so that replicas add it in the
+same order.
+
 All ranks make the same calls in the same order. Where one of them alone could fail, they agree first (`agree`), so that
 they all go on or all stop. A rank that ends takes its replica with it (`rank_processes.py`).
 """
@@ -21,22 +27,29 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rolecall.agent.reporter import reporter
+from rolecall.rl_runtime.tensor_parallel import Style, share_layers
 
 GROUP_NAME: Final = "ranks"
+SHARD, TENSOR = "shard", "tensor"
 
 
 class Ranks:
     """This process's place among the ranks of its replica, and their collectives. One rank has none to wait for."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, host: str = "", port: int = 0, seconds: float = 0.0) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, tensor: int = 1, host: str = "", port: int = 0, seconds: float = 0.0
+    ) -> None:
         """Waits for all `size` ranks at the store `host`:`port`, and makes their process group the default one.
 
+        `tensor`: how many of them share each layer; it divides `size`.
         `seconds`: longest wait for another rank, here and in each collective.
 
         Raises:
             RuntimeError: not all ranks arrived in time.
         """
         self.rank, self.size = rank, size
+        self.num_shards, self.num_tensor = size // tensor, tensor
+        self.shard_index, self.tensor_index = divmod(rank, tensor)
         self._mesh: Any = None
         if size == 1:
             return
@@ -49,7 +62,7 @@ class Ranks:
         dist.init_process_group(
             "gloo", store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
         )
-        self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        self._mesh = init_device_mesh("cpu", (self.num_shards, tensor), mesh_dim_names=(SHARD, TENSOR))
 
     @property
     def is_first(self) -> bool:
@@ -72,25 +85,39 @@ class Ranks:
         return next((text for text in self.gather(failure) if text), "")
 
     def norm(self, local: float) -> float:
-        """Norm of a vector from the norms of its shards."""
+        """Norm of a vector from the norms of its parts at each rank."""
         return local if self.size == 1 else math.sqrt(math.fsum(x * x for x in self.gather(local)))
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
-        if self.size > 1:
+    def sum(self, tensor: Tensor, over: str = SHARD) -> Tensor:
+        """The sum over the ranks along an axis of the mesh, in place."""
+        if self._num(over) > 1:
             import torch.distributed as dist
 
             reporter.exchange()
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._mesh.get_group(over))
         return tensor
 
-    def shard(self, module: nn.Module, dtype: torch.dtype | None = None, exact: Sequence[nn.Module] = ()) -> None:
-        """Replaces each parameter by this rank's rows of it. Gradients are sums over the ranks, not means, in the
+    def shard(self, module: Any, dtype: torch.dtype | None = None, exact: Sequence[nn.Module] = ()) -> dict[str, Style]:
+        """Replaces each parameter by this rank's part of it. Gradients are sums over the shards, not means, in the
         parameters' own dtype.
 
         `dtype`: weights are rounded to it when they are gathered; None: they are not. `exact`: modules inside whose
-        weights are never rounded.
+        weights are never rounded. Returns how tensor ranks share parameters: see `share_layers`.
+
+        Raises:
+            ConfigError: tensor ranks cannot share this architecture.
         """
+        styles: dict[str, Style] = {}
+        if self.num_tensor > 1:
+            body, group = module.base_model, self._mesh.get_group(TENSOR)
+            [path] = [name for name, m in module.named_modules() if m is body]
+            of_body = share_layers(body, rank=self.tensor_index, ranks=self.num_tensor, group=group)
+            styles = {f"{path}.{name}": style for name, style in of_body.items()}
+        if self.num_shards > 1:
+            self._shard_rows(module, dtype, exact)
+        return styles
+
+    def _shard_rows(self, module: nn.Module, dtype: torch.dtype | None, exact: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
@@ -101,48 +128,63 @@ class Ranks:
         unrounded = [] if dtype is None else [(part, MixedPrecisionPolicy()) for part in exact]
         # The root, too, is resharded after its forward pass: only then are its shards what a parameter holds.
         for part, policy in (*unrounded, *((part, rounded) for part in (*layers, module))):
-            sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
+            sharded = fully_shard(part, mesh=self._mesh[SHARD], reshard_after_forward=True, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             part.register_forward_pre_hook(_count_exchange, prepend=True)  # before FSDP's, which waits
 
     def local(self, parameter: Any) -> Tensor:
-        """This rank's rows of a parameter of a sharded module, in the same memory."""
-        found: Tensor = parameter.detach() if self.size == 1 else parameter.detach().to_local()
+        """This rank's part of a parameter of a sharded module, in the same memory."""
+        found: Tensor = parameter.detach() if self.num_shards == 1 else parameter.detach().to_local()
         return found
 
-    def gathered(self, parameter: Any) -> Tensor:
-        """All rows of a parameter of a sharded module; all ranks call it."""
+    def gathered(self, parameter: Any, cut: int | None = None) -> Tensor:
+        """As `whole`, of a parameter of a sharded module; all ranks call it."""
         if self.size > 1:
             reporter.exchange()
-        found: Tensor = parameter.detach() if self.size == 1 else parameter.detach().full_tensor()
-        return found
+        return self.whole(self.local(parameter), parameter.shape, cut)
 
-    def rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor, as FSDP2 cuts it."""
-        if self.size == 1:
-            return whole
-        parts = whole.chunk(self.size)
-        return parts[self.rank] if self.rank < len(parts) else whole[:0]
+    def part(self, whole: Tensor, cut: int | None = None) -> Tensor:
+        """What this rank holds of a tensor: rows, as FSDP2 cuts it, after tensor ranks have cut dimension `cut`."""
+        if cut is not None and cut < whole.dim():
+            whole = _chunk(whole, self.tensor_index, self.num_tensor, cut)
+        return _chunk(whole, self.shard_index, self.num_shards, 0)
 
-    def whole(self, local: Tensor, shape: Sequence[int]) -> Tensor:
-        """The tensor of `shape` whose rows here are `local`; all ranks call it, each gets all of it."""
-        if self.size == 1:
+    def whole(self, local: Tensor, shape: Sequence[int], cut: int | None = None) -> Tensor:
+        """The tensor whose `part` here is `local`, or a copy; all ranks call it, each gets all of it.
+
+        `shape`: of what the shards have together.
+        """
+        found = self._joined(local, shape, SHARD, 0)
+        if cut is None:
+            return found
+        return self._joined(found, [n * (self.num_tensor if d == cut else 1) for d, n in enumerate(shape)], TENSOR, cut)
+
+    def _joined(self, local: Tensor, shape: Sequence[int], over: str, cut: int) -> Tensor:
+        if self._num(over) == 1:
             return local
         from torch.distributed.tensor import DTensor, Shard
 
         size = torch.Size(shape)
         stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
         full: Tensor = DTensor.from_local(
-            local.contiguous(), self._mesh, [Shard(0)], run_check=False, shape=size, stride=stride
+            local.contiguous(), self._mesh[over], [Shard(cut)], run_check=False, shape=size, stride=stride
         ).full_tensor()
         return full
+
+    def _num(self, axis: str) -> int:
+        return self.num_shards if axis == SHARD else self.num_tensor
 
     def close(self) -> None:
         if self.size > 1:
             import torch.distributed as dist
 
             dist.destroy_process_group()
+
+
+def _chunk(whole: Tensor, number: int, of: int, dim: int) -> Tensor:
+    parts = whole.chunk(of, dim)
+    return parts[number] if number < len(parts) else whole.narrow(dim, 0, 0)
 
 
 def _count_exchange(_module: nn.Module, _inputs: Any) -> None:
@@ -153,9 +195,9 @@ ALONE: Final = Ranks()
 """A replica of one rank."""
 
 
-def dealt(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Rows of each rank: every rank gets about as many tokens. One rank: all rows, in their order."""
-    if ranks == 1:
+def dealt(lengths: Sequence[int], shards: int) -> list[list[int]]:
+    """Rows of each shard: every one gets about as many tokens. One shard: all rows, in their order."""
+    if shards == 1:
         return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    return [order[rank::ranks] for rank in range(ranks)]
+    return [order[shard::shards] for shard in range(shards)]

@@ -31,9 +31,10 @@ from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
 from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_name
 from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, TensorEntry, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
+from rolecall.rl_runtime.tensor_parallel import CUT, Style
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import VALUE_HEAD, compute_in, make_critic, make_model
-from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
+from rolecall.rl_runtime.trainer.ranks import ALONE, TENSOR, Ranks
 from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, tensor_entry
 
 META_FORMAT: Final = 2
@@ -41,6 +42,7 @@ META_FORMATS: Final = (1, META_FORMAT)
 """Format 1 had no critic; a state without one reads the same in both."""
 CRITIC: Final = "critic/"
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+EXPORTED: Final = (WEIGHT, *MOMENTS)
 
 
 class Network:
@@ -76,10 +78,14 @@ class Network:
         self._gathered_in = dtype if ranks.size > 1 and not has_frozen else None
         if dtype is not None and self._gathered_in is None:
             compute_in(module, dtype)
+        self._styles: dict[str, Style] = {}
         if ranks.size > 1:
-            ranks.shard(module, self._gathered_in, exact=[m for n, m in module.named_children() if n == VALUE_HEAD])
+            exact = [m for n, m in module.named_children() if n == VALUE_HEAD]
+            self._styles = ranks.shard(module, self._gathered_in, exact)
         everything = sorted(module.named_parameters())  # a tied parameter appears once
         named = [(n, p) for n, p in everything if p.requires_grad]
+        # First those that tensor ranks cut, then those that have a part of the gradient at each of them.
+        named.sort(key=lambda pair: (self.cut(pair[0]) is None, pair[0] not in self._styles))
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
         self.masters: tuple[torch.nn.Parameter, ...] = tuple(
@@ -88,6 +94,11 @@ class Network:
         del before  # whole tensors
         self.num_parameters = sum(master.numel() for master in self.masters)
         """Number that this rank holds."""
+        is_cut = [self.cut(n) is not None for n in self.names]
+        self._counted = [m for m, cut in zip(self.masters, is_cut, strict=True) if cut or not ranks.tensor_index]
+        self.num_cut = sum(m.numel() for m, cut in zip(self.masters, is_cut, strict=True) if cut)
+        """Of these, the number that no other tensor rank holds; they come first."""
+        self._num_styled = sum(m.numel() for n, m in zip(self.names, self.masters, strict=True) if n in self._styles)
         self._adapted = adapted_layers(module, ranks.local, ranks.gathered)
         self._sent = [(n, plain_name(n), p) for n, p in everything if not is_adapter(n)]
         self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
@@ -118,6 +129,20 @@ class Network:
         found: torch.nn.Parameter = parameter
         return found if found.dtype == before.dtype else torch.nn.Parameter(before)
 
+    def cut(self, name: str) -> int | None:
+        """Dimension of the parameter that tensor ranks share; None: each of them holds it whole."""
+        style = self._styles.get(name)
+        return None if style is None else CUT.get(style)
+
+    def complete(self, gradient: torch.Tensor) -> None:
+        """Makes a flat gradient that of all tensor ranks, in place: the same bits where they hold the same parameter.
+
+        All of them call it.
+        """
+        if self._ranks.tensor_index:
+            gradient[self._num_styled :] = 0  # counted once
+        self._ranks.sum(gradient[self.num_cut :], over=TENSOR)
+
     @property
     def optimizer_step(self) -> int:
         return int(self._optimizer.state[self.masters[0]]["step"])
@@ -133,7 +158,7 @@ class Network:
             part = sums[start : start + p.numel()].view_as(p)
             p.grad = (part / divisor).to(p.dtype)
             start += p.numel()
-        gradients = [p.grad for p in self.masters if p.grad is not None]
+        gradients = [p.grad for p in self._counted if p.grad is not None]
         norm = self._ranks.norm(float(torch.nn.utils.get_total_norm(gradients)))
         total = torch.tensor(norm, dtype=self.masters[0].dtype)
         torch.nn.utils.clip_grads_with_norm_(self.masters, self._grad_norm_max, total)
@@ -163,8 +188,10 @@ class Network:
         """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
         changes is not copied. Of several ranks all call it, and the first one gets the weights."""
         if self._ranks.size > 1:
-            whole = ((n, self._ranks.gathered(p.to(self._gathered_in or p.dtype))) for _, n, p in self._sent)
-            return {n: weight for n, weight in whole if self._ranks.is_first}
+            whole = (
+                (n, self._ranks.gathered(p.to(self._gathered_in or p.dtype), self.cut(own))) for own, n, p in self._sent
+            )
+            return {n: weight.clone() for n, weight in whole if self._ranks.is_first}
         return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -203,9 +230,14 @@ class Network:
 
     def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `tensors`, of all ranks together: copies, made one by one. All ranks call it."""
-        shapes = [p.shape for p in self.parameters for _ in (WEIGHT, *MOMENTS)]
-        for (name, local), shape in zip(self.tensors(), shapes, strict=True):
-            yield name, self._ranks.whole(local, shape).clone()
+        places = [(p.shape, self.cut(n)) for n, p in zip(self.names, self.parameters, strict=True) for _ in EXPORTED]
+        for (name, local), (shape, cut) in zip(self.tensors(), places, strict=True):
+            yield name, self._ranks.whole(local, shape, cut).clone()
+
+    def parts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank holds of whole `tensors`, by their export names; those of others are left out."""
+        cuts = {f"{self.prefix}{kind}/{n}": self.cut(n) for n in self.names for kind in EXPORTED}
+        return {name: self._ranks.part(tensors[name], cut) for name, cut in cuts.items() if name in tensors}
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -219,8 +251,10 @@ class Network:
     @property
     def sends_masters(self) -> bool:
         """Whether the weights sent to engines are the masters, under the same names."""
-        return len(self._sent) == len(self.masters) and all(
-            p is master for p, master in zip(self.parameters, self.masters, strict=True)
+        return (
+            self._ranks.size == 1
+            and len(self._sent) == len(self.masters)
+            and all(p is master for p, master in zip(self.parameters, self.masters, strict=True))
         )
 
     def frozen_digest(self) -> str:
@@ -316,6 +350,21 @@ class TrainerState:
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
+
+    def complete(self, gradient: torch.Tensor) -> float:
+        """Makes the flat gradient of a microbatch that of all tensor ranks, in place. Returns its norm over all ranks,
+        which all call it."""
+        if self._ranks.num_tensor > 1:
+            for network, part in self._parts(gradient):
+                network.complete(part)
+        counted = gradient
+        if self._ranks.tensor_index:
+            counted = torch.cat([part[: network.num_cut] for network, part in self._parts(gradient)])
+        return self._ranks.norm(float(torch.linalg.vector_norm(counted, dtype=torch.float64)))
+
+    def _parts(self, flat: torch.Tensor) -> list[tuple[Network, torch.Tensor]]:
+        sizes = [network.num_parameters for network in self._networks]
+        return list(zip(self._networks, torch.split(flat, sizes), strict=True))
 
     def _take_gradients(self, sums: torch.Tensor, divisors: Divisors, step: int) -> float:
         end = self.policy.num_parameters
@@ -419,7 +468,8 @@ class TrainerState:
     ) -> tuple[dict[str, torch.Tensor], int, CommitRecord, LearnedBand]:
         """What `load` would become: this rank's tensors, and the meta's parts. Raises ProofMismatch: as in `load`."""
         if whole:
-            tensors = {name: self._ranks.rows(t) for name, t in tensors.items()}
+            mine = {name: t for network in self._networks for name, t in network.parts(tensors).items()}
+            tensors = {name: mine.get(name, t) for name, t in tensors.items()}
         try:
             steps, commit, band = parse_meta(meta)
         except ValueError as e:

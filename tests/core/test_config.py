@@ -192,12 +192,25 @@ def test_ranks_that_a_replica_cannot_share_are_refused() -> None:
     assert "neither divides the other" in "".join(
         _problems({"model": {"num_heads": 12, "num_kv_heads": 6}, "runtime": {"rollout_ranks": 4}})
     )
+    tensor = {"runtime": {"trainer_ranks": 6, "trainer_tensor_ranks": 6}, "model": {"num_heads": 12, "num_kv_heads": 4}}
+    assert _problems({"runtime": {"trainer_ranks": 3, "trainer_tensor_ranks": 2}}) == (
+        "runtime.trainer_tensor_ranks: 2 ranks do not divide the 3 of runtime.trainer_ranks",
+    )
+    assert _problems(tensor) == (
+        "runtime.trainer_tensor_ranks: 6 ranks do not divide the model's 4 key-value heads",
+        "runtime.trainer_tensor_ranks: 6 ranks do not divide the model's feed-forward width of 1024",
+    )
     rounded = {"path": "/m", "dtype": "bfloat16", "gradient_checkpointing": True}
-    assert parse_job({"model": rounded, "lora": {"rank": 4}, **ranks}).runtime.trainer_ranks == 2
+    change = {"model": rounded, "lora": {"rank": 4}}
+    assert parse_job({**change, **ranks}).runtime.trainer_ranks == 2
+    others = "lora, model.dtype: bfloat16, model.gradient_checkpointing"
+    assert _problems({**change, "runtime": tensor["runtime"]}) == (
+        f"runtime.trainer_tensor_ranks: 6 ranks do not work with {others} yet",
+    )
 
 
 def test_one_rank_is_not_part_of_a_dump() -> None:
     """The digest of an older job stays what it was."""
-    assert "trainer_ranks" not in JobConfig().model_dump()["runtime"]
+    assert not {"trainer_ranks", "trainer_tensor_ranks"} & JobConfig().model_dump()["runtime"].keys()
     dumped = parse_job({"runtime": {"trainer_ranks": 2}}).model_dump(mode="json")
     assert dumped["runtime"]["trainer_ranks"] == 2 and parse_job(dumped).runtime.trainer_ranks == 2

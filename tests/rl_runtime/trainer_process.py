@@ -37,6 +37,8 @@ LEDGER = ChainHead(position=0, hash=GENESIS)
 BUCKET_BYTES = 32 << 10
 DEADLINE_SECONDS = 60.0
 GO_ON = "go on"
+CUT = {**dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0), "o_proj": 1, "down_proj": 1}
+"""Layer -> dimension of its weight that tensor ranks share."""
 PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
 """Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of
 CPU."""
@@ -54,6 +56,7 @@ class Place:
     secret: str = ""
     rank: int = 0
     num_ranks: int = 1
+    num_tensor: int = 1
     store: tuple[str, int] = ("", 0)  # where the ranks of the replica meet
     float64: bool = False
 
@@ -182,7 +185,14 @@ def serve(
         place.machine.enter()  # before there is a second thread
     if place.node_dir:
         reporter.start(replica=replica, rank=place.rank, incarnation=1, secret=place.secret, node_dir=place.node_dir)
-    ranks = Ranks(place.rank, place.num_ranks, host=place.store[0], port=place.store[1], seconds=DEADLINE_SECONDS)
+    ranks = Ranks(
+        place.rank,
+        place.num_ranks,
+        tensor=place.num_tensor,
+        host=place.store[0],
+        port=place.store[1],
+        seconds=DEADLINE_SECONDS,
+    )
     seen: Counter[str] = Counter()
 
     def next_message() -> Any:
@@ -308,14 +318,16 @@ class TrainerProcess:
 class RankedReplica:
     """A replica of several ranks, each a process; answers like one."""
 
-    def __init__(self, team: "Team", index: int, ranks: int, *, float64: bool = False, **of_the_last: Any) -> None:
-        self.replica = replica_id("trainer", index)
+    def __init__(
+        self, team: "Team", index: int, ranks: int, *, tensor: int = 1, float64: bool = False, **of_the_last: Any
+    ) -> None:
+        self.replica, self._tensor = replica_id("trainer", index), tensor
         self._store = EpochStore(LOOPBACK, DEADLINE_SECONDS)
         at = (self._store.host, self._store.port)
         self.ranks = [
             team.start(
                 index,
-                place=Place(rank=rank, num_ranks=ranks, store=at, float64=float64),
+                place=Place(rank=rank, num_ranks=ranks, num_tensor=tensor, store=at, float64=float64),
                 **(of_the_last if rank == ranks - 1 else {}),
             )
             for rank in range(ranks)
@@ -353,10 +365,20 @@ class RankedReplica:
         return self.answer()
 
     def gathered(self, method: str, *args: Any) -> dict[str, Any]:
-        """Tensors of all ranks, put together by rows."""
+        """Tensors of all ranks, put together: by rows, then what tensor ranks have cut. What each of these has must be the
+        same, bit for bit."""
         self.send(method, *args)
         found = self.answers()
-        return {name: np.concatenate([of_rank[name] for of_rank in found]) for name in found[0]}
+        return {name: self._whole(name, [of_rank[name] for of_rank in found]) for name in found[0]}
+
+    def _whole(self, name: str, parts: list[Any]) -> Any:
+        whole = [np.concatenate(parts[index :: self._tensor]) for index in range(self._tensor)]
+        layer = name.split(".")[-2]
+        cut = CUT.get(layer, whole[0].ndim)
+        if cut < whole[0].ndim:  # the bias of a row-wise layer is whole
+            return np.concatenate(whole, axis=cut) if self._tensor > 1 else whole[0]
+        assert all(np.array_equal(whole[0], other) for other in whole), name
+        return whole[0]
 
 
 class Team:

@@ -238,6 +238,10 @@ class RuntimeConfig(Section):
     trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
     lost and replaced as a whole."""
+    trainer_tensor_ranks: Annotated[int, Field(ge=1, le=64)] = 1
+    """Of a trainer's ranks, how many share the matrices of each layer (tensor parallelism): the others shard with FSDP2
+    what each of these has. Divides trainer_ranks, attention and key-value heads, and the feed-forward width. More than
+    one: not with lora, bfloat16 or gradient_checkpointing."""
     rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
@@ -272,18 +276,23 @@ class RuntimeConfig(Section):
     def _only_if_several(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # The digest of a job without it stays that of earlier versions.
         dumped: dict[str, Any] = handler(self)
-        return {k: v for k, v in dumped.items() if k not in ("trainer_ranks", "rollout_ranks") or v > 1}
+        ranks = ("trainer_ranks", "trainer_tensor_ranks", "rollout_ranks")
+        return {k: v for k, v in dumped.items() if k not in ranks or v > 1}
 
 
-def unshared_heads(num_heads: int, num_kv_heads: int, ranks: int) -> str:
-    """Why tensor-parallel ranks cannot share a model's attention heads; empty if they can."""
-    if num_heads % ranks:
-        heads = counted(num_heads, "attention head")
-        return f"runtime.rollout_ranks: {ranks} ranks do not divide the model's {heads}"
-    if num_kv_heads % ranks and ranks % num_kv_heads:
-        heads = f"the model's {num_kv_heads} key-value heads"
-        return f"runtime.rollout_ranks: {ranks} ranks and {heads}: neither divides the other"
-    return ""
+def unshared_heads(num_heads: int, num_kv_heads: int, runtime: RuntimeConfig) -> list[str]:
+    """Why tensor-parallel ranks cannot share a model's attention heads, by setting; empty if they can."""
+    found = []
+    for setting in ("rollout_ranks", "trainer_tensor_ranks"):
+        ranks = getattr(runtime, setting)
+        heads, kv_heads = counted(num_heads, "attention head"), counted(num_kv_heads, "key-value head")
+        if num_heads % ranks:
+            found.append(f"runtime.{setting}: {ranks} ranks do not divide the model's {heads}")
+        elif num_kv_heads % ranks and setting == "trainer_tensor_ranks":
+            found.append(f"runtime.{setting}: {ranks} ranks do not divide the model's {kv_heads}")
+        elif num_kv_heads % ranks and ranks % num_kv_heads:  # an engine copies a head that several ranks need
+            found.append(f"runtime.{setting}: {ranks} ranks and the model's {kv_heads}: neither divides the other")
+    return found
 
 
 class JobConfig(Section):
@@ -366,9 +375,26 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _ranks(self) -> "JobConfig":
         """Refuses what several ranks of a replica cannot share."""
-        heads = unshared_heads(self.model.num_heads, self.model.num_kv_heads, self.runtime.rollout_ranks)
-        if self.model.path is None and heads:
-            raise ValueError(heads)
+        model, runtime, problems = self.model, self.runtime, list[str]()
+        tensor = runtime.trainer_tensor_ranks
+        if runtime.trainer_ranks % tensor:
+            ranks = f"the {runtime.trainer_ranks} of runtime.trainer_ranks"
+            problems.append(f"runtime.trainer_tensor_ranks: {tensor} ranks do not divide {ranks}")
+        if model.path is None:
+            problems += unshared_heads(model.num_heads, model.num_kv_heads, runtime)
+            if model.intermediate_size % tensor:
+                width = f"the model's feed-forward width of {model.intermediate_size}"
+                problems.append(f"runtime.trainer_tensor_ranks: {tensor} ranks do not divide {width}")
+        others = {
+            "lora": self.lora is not None,
+            "model.dtype: bfloat16": self.model.dtype != "float32",
+            "model.gradient_checkpointing": self.model.gradient_checkpointing,
+        }
+        given = ", ".join(name for name, has in others.items() if has)
+        if tensor > 1 and given:
+            problems.append(f"runtime.trainer_tensor_ranks: {tensor} ranks do not work with {given} yet")
+        if problems:
+            raise ValueError("\n".join(problems))
         return self
 
     @model_validator(mode="after")

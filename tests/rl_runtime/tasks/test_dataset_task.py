@@ -408,8 +408,15 @@ def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
 def test_the_heads_of_a_model_folder_are_known_before_the_start(folder: Path) -> None:
     job = job_of(folder)
     assert _check_heads(job) == ""
-    with pytest.raises(ConfigError, match="2 ranks do not divide the model's 1 attention head"):
-        _check_heads(job.model_copy(update={"runtime": job.runtime.model_copy(update={"rollout_ranks": 2})}))
+    shared = job.runtime.model_copy(update={"rollout_ranks": 2, "trainer_ranks": 3, "trainer_tensor_ranks": 3})
+    with pytest.raises(ConfigError) as found:
+        _check_heads(job.model_copy(update={"runtime": shared}))
+    assert found.value.problems == (
+        "runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",
+        "runtime.trainer_tensor_ranks: 3 ranks do not divide the model's 1 attention head",
+    )
+    with pytest.raises(ConfigError, match=r"tensor_ranks: 3 ranks do not divide the \d+ outputs of layers.0.self_attn"):
+        _check_layers(job.model_copy(update={"runtime": shared}))
 
 
 def test_bfloat16_and_adapters_need_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

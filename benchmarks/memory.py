@@ -1,7 +1,10 @@
 """Is the estimate of memory (`rl_runtime/memory_estimate.py`) right? Estimate against measured peak, for each rank.
 
-    OMP_NUM_THREADS=1 python benchmarks/memory.py               all cases, with a report: about half an hour
-    OMP_NUM_THREADS=1 python benchmarks/memory.py --only NAME   one case; no report
+    python benchmarks/memory.py                   all cases; idle machine, about half an hour
+    python benchmarks/memory.py --only "2 ranks"  cases with this in their name
+    python benchmarks/memory.py --report-only     the report again, with the estimate as it is now
+
+Each measurement is a line of `results/memory.jsonl` as soon as it is over.
 
 A trainer case starts the processes of one or two trainers as their actors do, makes two steps whose samples all have
 the longest length, and writes a checkpoint. An engine case starts an engine, gives it three versions of the weights and
@@ -29,8 +32,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -55,7 +59,7 @@ NUM_VERSIONS = 3
 NUM_REQUESTS = 32
 LEDGER = ChainHead(position=0, hash=GENESIS)
 MIB = 1 << 20
-TASK: Mapping[str, Any] = {"num_digits": 64}  # 134 tokens of prompt and answer
+TASK: Mapping[str, Any] = {"num_digits": 24}  # 54 tokens of prompt and answer
 ALGORITHM: Mapping[str, Any] = {"group_size": 4, "groups_per_microbatch": 1, "microbatches_per_step": 2}
 
 
@@ -113,6 +117,12 @@ CASES = (
     Case(name="grpo, 25 M", kind="trainer", model=M25),
     Case(name="grpo, 51 M", kind="trainer", model=M51, tuned=True),
     Case(name="grpo, folder of 58 M", kind="trainer", model="llama-58m"),
+    Case(
+        name="1728 tokens a pass, 11 M",
+        kind="trainer",
+        model=M11,
+        settings={"algorithm": {"groups_per_microbatch": 8}},
+    ),
     Case(name="grpo with reference, folder of 20 M", kind="trainer", model="llama-20m", tuned=True, settings=KL),
     Case(name="grpo with reference, 25 M", kind="trainer", model=M25, settings=KL),
     Case(name="ppo, 25 M", kind="trainer", model=M25, tuned=True, settings=PPO),
@@ -132,7 +142,7 @@ CASES = (
         name="two updates, folder of 20 M",
         kind="trainer",
         model="llama-20m",
-        settings={"algorithm": {"mini_batches": 2, "microbatch_tokens_max": 300}},
+        settings={"algorithm": {"mini_batches": 2, "microbatch_tokens_max": 120}},
     ),
     Case(
         name="gradient checkpointing, folder of 20 M",
@@ -163,7 +173,6 @@ CASES = (
     Case(name="engine of 2 ranks, folder of 58 M", kind="engine", model="llama-58m", tuned=True, settings=TP2),
     Case(name="engine of 2 ranks, 51 M", kind="engine", model=M51, settings=TP2),
     Case(name="a run, 0.9 M", kind="run", model={}, tuned=True),
-    Case(name="a run, 25 M", kind="run", model=M25),
 )
 
 
@@ -521,19 +530,27 @@ class Row:
         return self.estimated / statistics.median(self.measured) - 1
 
 
-def rows_of(case: Case, job: JobConfig, measured: Sequence[Measured]) -> list[Row]:
-    by_role = {need.role: need.rank_bytes for need in needs(job, size_of(job))}
-    return [
-        Row(
-            case=case,
-            role=role,
-            rank=rank,
-            estimated=by_role[role][rank],
-            measured=tuple(m[role][rank] for m in measured),
-        )
-        for role in measured[0]
-        for rank in range(len(measured[0][role]))
-    ]
+def rows_of(records: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """One for each process of each case that was measured."""
+    rows = []
+    for case in CASES:
+        own = [r for r in records if r["case"] == case.name]
+        if not own:
+            continue
+        job, size = case.job(Path(), 0), ModelSize(**own[0]["size"])
+        by_role = {need.role: need.ranks for need in needs(job, size)}
+        rows += [
+            Row(
+                case=case,
+                role=role,
+                rank=rank,
+                estimated=by_role[role][rank].host_bytes,
+                measured=tuple(r["measured"][role][rank] for r in own),
+            )
+            for role, ranks in own[0]["measured"].items()
+            for rank in range(len(ranks))
+        ]
+    return rows
 
 
 def line(row: Row) -> str:
@@ -560,10 +577,13 @@ def table(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def report(rows: Sequence[Row], seeds: Sequence[int]) -> list[str]:
+def report(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows, seeds = rows_of(records), sorted({r["seed"] for r in records})
+    commits = ", ".join(sorted({r["commit"] for r in records}))
     config = f"task {json.dumps(dict(TASK))}, algorithm {json.dumps(dict(ALGORITHM))}, folders {json.dumps(LLAMAS)}"
     return [
         *common.header("Estimate of memory against the measured peak", config, ", ".join(map(str, seeds))),
+        f"- measured at {commits}; the estimate is that of the commit above",
         (
             f"- {NUM_STEPS} steps and a checkpoint (trainers), {NUM_VERSIONS} versions (engines), four steps (runs); "
             f"float32 where nothing else is said"
@@ -579,31 +599,45 @@ def report(rows: Sequence[Row], seeds: Sequence[int]) -> list[str]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this; no report")
-    parser.add_argument("--tuned", action="store_true", help="only cases that constants are chosen by; no report")
-    parser.add_argument("--seeds", type=int, default=2, help="number of repetitions, each with another seed")
-    args = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    cases = [c for c in CASES if args.only in c.name and (c.tuned or not args.tuned)]
-    rows: list[Row] = []
+def measure(cases: Sequence[Case], seeds: Sequence[int], records: Path) -> None:
+    """Appends a line to `records` for each case and seed."""
     with tempfile.TemporaryDirectory() as name:
         folders = Path(name)
         for folder in sorted({c.model for c in cases if isinstance(c.model, str)}):
             context = multiprocessing.get_context("spawn").Process(target=write_folder, args=(folders, folder))
             context.start()
             context.join(ANSWER_SECONDS)
-        for case in cases:
-            measured = []
-            for seed in range(args.seeds):
-                with tempfile.TemporaryDirectory() as inside:
-                    run = create_run_dir(Path(inside), "r")
-                    measured.append(MEASURES[case.kind](case, case.job(folders, seed), run))
-            rows += rows_of(case, case.job(folders, 0), measured)
-            print("\n".join(line(r) for r in rows if r.case is case), flush=True)
-    if not args.only and not args.tuned:
-        common.write("memory", report(rows, range(args.seeds)))
+        for seed, case in product(seeds, cases):
+            job = case.job(folders, seed)
+            with tempfile.TemporaryDirectory() as inside:
+                measured = MEASURES[case.kind](case, job, create_run_dir(Path(inside), "r"))
+            found = {
+                "case": case.name,
+                "seed": seed,
+                "commit": common.commit(),
+                "size": asdict(size_of(job)),
+                "measured": measured,
+            }
+            with records.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+            print("\n".join(map(line, rows_of([found]))), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--tuned", action=argparse.BooleanOptionalAction, help="only cases of this kind")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--records", type=Path, default=common.RESULTS / "memory.jsonl")
+    parser.add_argument("--report-only", action="store_true", help="the report of what has been measured")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if not args.report_only:
+        chosen = [c for c in CASES if args.only in c.name and args.tuned in (None, c.tuned)]
+        measure(chosen, args.seeds, args.records)
+    lines = report([json.loads(text) for text in args.records.read_text().splitlines()])
+    print("\n".join(lines))
+    common.write("memory", lines)
     return 0
 
 

@@ -14,12 +14,13 @@ measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which proce
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rolecall.core.config.job import JobConfig, ModelConfig
 from rolecall.core.config.lora import ALL_LINEAR, LoraSettings
 from rolecall.core.membership import STANDBY_ROLE
 
+Device = Literal["cpu", "cuda"]
 MIB: Final = 1 << 20
 WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES: Final = 12
@@ -32,6 +33,8 @@ CHUNK_BYTES: Final = 4
 """Of a trained parameter: the gradient of a microbatch's earlier chunks."""
 CHECKPOINT_BYTES: Final = 36
 """Of a trained parameter: masters and moments, copied for the checkpoint, as bytes, and as bytes of the file."""
+VERSIONS_KEPT: Final = 2
+"""Previous versions that a trainer keeps at most, as `agreement.VERSIONS_KEPT` says."""
 VERSIONS_PUBLISHED: Final = 2
 """The weight port serves the newest version and the one before it (`weights/port.py`)."""
 LOGITS_COPIES: Final = 6.3
@@ -48,6 +51,8 @@ WORKER_BYTES: Final = 150 * MIB
 """Of a reward worker or the controller, without the user's own code."""
 NODE_BYTES: Final = 50 * MIB
 """Of Ray and the agent, on each node of the local cluster."""
+CUDA_BYTES: Final = 600 * MIB
+"""Of a GPU's memory, without a model: CUDA's context and libraries. Not measured by us."""
 ENGINE_VERSIONS: Final = 3
 """Versions of the weights that an engine's replica holds while it takes a new one: it serves two to other engines."""
 LOAD_COPIES: Final = 3
@@ -138,34 +143,85 @@ def _is_adapted(name: str, shape: tuple[int, ...], lora: LoraSettings) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankNeed:
+    """Of one process. `device_bytes`: of a GPU of its own."""
+
+    host_bytes: int
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Of all replicas of a role; `rank_bytes`: of each rank of one replica."""
+    """Of all replicas of a role, each with these ranks."""
 
     role: str
     num_replicas: int
-    rank_bytes: tuple[int, ...]
+    ranks: tuple[RankNeed, ...]
 
     @property
-    def total_bytes(self) -> int:
-        return self.num_replicas * sum(self.rank_bytes)
+    def host_bytes(self) -> int:
+        return self.num_replicas * sum(rank.host_bytes for rank in self.ranks)
+
+    def __str__(self) -> str:
+        """`trainer 2 x (1.5 + 3 x 1.1) GiB`: replicas, first rank, further ranks."""
+        first, *further = (gib(rank.host_bytes) for rank in self.ranks)
+        each = first if not further else f"({first} + {_times(len(further))}{further[0]})"
+        return f"{self.role} {_times(self.num_replicas)}{each} GiB"
 
 
-def needs(job: JobConfig, size: ModelSize) -> tuple[RoleNeed, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """Of the machine, which all nodes of the local cluster share. `gpu_bytes`: of each GPU."""
+
+    host_bytes: int
+    gpu_bytes: tuple[int, ...] = ()
+
+
+def needs(job: JobConfig, size: ModelSize, device: Device = "cpu") -> tuple[RoleNeed, ...]:
     """Peak memory of every process of the job, by role; the last entry is Ray and the agents, by node."""
-    trainer = tuple(trainer_bytes(job, size, rank) for rank in range(job.runtime.trainer_ranks))
-    engine = tuple(engine_bytes(job, size, rank) for rank in range(job.runtime.rollout_ranks))
+    trainer = tuple(trainer_need(job, size, rank, device) for rank in range(job.runtime.trainer_ranks))
+    engine = tuple(engine_need(job, size, rank, device) for rank in range(job.runtime.rollout_ranks))
     of_roles = (
         ("trainer", job.roles.trainer, trainer),
         ("rollout", job.roles.rollout, engine),
         (STANDBY_ROLE, job.runtime.standbys, engine),
-        ("reward", job.roles.reward, (WORKER_BYTES,)),
-        ("controller", job.roles.controller, (WORKER_BYTES,)),
-        ("node", job.runtime.nodes, (NODE_BYTES,)),
+        ("reward", job.roles.reward, (RankNeed(host_bytes=WORKER_BYTES),)),
+        ("controller", job.roles.controller, (RankNeed(host_bytes=WORKER_BYTES),)),
+        ("node", job.runtime.nodes, (RankNeed(host_bytes=NODE_BYTES),)),
     )
-    return tuple(RoleNeed(role=r, num_replicas=n, rank_bytes=ranks) for r, n, ranks in of_roles if n)
+    return tuple(RoleNeed(role=role, num_replicas=number, ranks=ranks) for role, number, ranks in of_roles if number)
 
 
-def trainer_bytes(job: JobConfig, size: ModelSize, rank: int = 0) -> int:
+def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: Device = "cpu") -> list[str]:
+    """What of the job does not fit, each `path: reason`."""
+    found, problems = needs(job, size, device), list[str]()
+    needed = sum(role.host_bytes for role in found)
+    if needed > free.host_bytes:
+        logits = job.roles.trainer * logits_bytes(job, size.num_rows) if device == "cpu" else 0
+        of_logits = f"{gib(logits)} of it for logits, less with algorithm.microbatch_tokens_max"
+        why = (
+            f"{', '.join(map(str, found))}: about {gib(needed)} GiB ({of_logits}), and {gib(free.host_bytes)} are free"
+        )
+        problems.append(f"roles: {why}")
+    for role, setting in (("trainer", "trainer_ranks"), ("rollout", "rollout_ranks")):
+        most = max(rank.device_bytes for need in found if need.role == role for rank in need.ranks)
+        largest = max(free.gpu_bytes, default=0)
+        if most > largest:
+            why = f"each rank of a {role} needs {gib(most)} GiB of a GPU, and {gib(largest)} are free at most"
+            problems.append(f"runtime.{setting}: {why}: more ranks need less each")
+    return problems
+
+
+def gib(number: float) -> str:
+    """Bytes as a number of GiB."""
+    return f"{number / (1 << 30):.1f}"
+
+
+def _times(number: int) -> str:
+    return f"{number} x " if number > 1 else ""
+
+
+def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device = "cpu") -> RankNeed:
     """Of one rank of a trainer."""
     algorithm, ranks = job.algorithm, job.runtime.trainer_ranks
     weight = WEIGHT_BYTES[job.model.dtype]
@@ -185,18 +241,18 @@ def trainer_bytes(job: JobConfig, size: ModelSize, rank: int = 0) -> int:
     version = weight * changing if rank == 0 else 0
     kept = VERSIONS_PUBLISHED
     if ranks == 1:
-        kept = max(kept, 1 + min(2, job.runtime.staleness_max))
+        kept = max(kept, 1 + min(VERSIONS_KEPT, job.runtime.staleness_max))
     base = TRAINER_BYTES + (LIBRARY_BYTES if size.is_folder else 0)
-    held = base + state + kept * version
-    whole = trained * ranks if rank == 0 else 0
+    start = 4 * size.num_parameters
+    compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
-    peaks = (
-        base + 4 * size.num_parameters,
-        held + _pass_bytes(job, size, trained),
-        held + max(0, 3 - kept) * version + sums,
-        held + whole * CHECKPOINT_BYTES,
-    )
-    return int(max(peaks))
+    publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version
+    checkpoint = trained * ranks * CHECKPOINT_BYTES if rank == 0 else 0
+    if device == "cuda":
+        host = base + max(start, kept * version + max(publish, checkpoint))
+        return RankNeed(host_bytes=int(host), device_bytes=int(CUDA_BYTES + max(start, state + max(compute, sums))))
+    held = state + kept * version
+    return RankNeed(host_bytes=int(base + max(start, held + max(compute, publish + sums, checkpoint))))
 
 
 def _pass_bytes(job: JobConfig, size: ModelSize, trained: float) -> float:
@@ -232,11 +288,14 @@ def logits_bytes(job: JobConfig, num_rows: int) -> int:
     return int(_tokens(job)[0] * num_rows * 4 * (LOGITS_COPIES_CHANGED if is_changed else LOGITS_COPIES))
 
 
-def engine_bytes(job: JobConfig, size: ModelSize, rank: int = 0) -> int:
+def engine_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device = "cpu") -> RankNeed:
     """Of one rank of a rollout engine."""
     ranks = job.runtime.rollout_ranks
     weights = WEIGHT_BYTES[job.model.dtype] * size.num_parameters
     versions = ENGINE_VERSIONS * weights if rank == 0 else 0
     if ranks > 1 and rank == 0:
         versions += LOAD_COPIES * weights
-    return int(ENGINE_BYTES + weights / ranks + job.runtime.kv_cache_bytes + versions)
+    computes = weights / ranks + job.runtime.kv_cache_bytes
+    if device == "cuda":
+        return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(CUDA_BYTES + computes))
+    return RankNeed(host_bytes=int(ENGINE_BYTES + versions + computes))

@@ -1,9 +1,11 @@
 """Checks of a job file against this machine (`rolecall doctor JOB`): does what its processes need at their peak fit?"""
 
 from rolecall.core.config.job import JobConfig
+from rolecall.core.text import counted
 from rolecall.node.doctor import CheckLevel, NodeCheck
 from rolecall.rl_runtime.memory_estimate import Device, FreeMemory, ModelSize, RankNeed, gib, needs, shortages
 
+NOUNS = {"reward": "worker", "controller": "process", "node": "node"}
 FIX = (
     "fewer replicas or ranks, a smaller model, model.dtype: bfloat16, or lora; of one forward and backward pass: "
     "algorithm.microbatch_tokens_max, model.gradient_checkpointing"
@@ -17,7 +19,7 @@ def examine_job(job: JobConfig, size: ModelSize, free: FreeMemory, device: Devic
         NodeCheck(
             name=need.role,
             level=CheckLevel.OK,
-            message=f"{need.num_replicas} x {_each(need.ranks)}",
+            message=f"{counted(need.num_replicas, NOUNS.get(need.role, 'replica'))}, each needs {_each(need.ranks)}",
         )
         for need in found
     ]

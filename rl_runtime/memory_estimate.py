@@ -45,7 +45,7 @@ TRAINER_BYTES: Final = 250 * MIB
 """Of a trainer's process without a model: interpreter, torch, Ray."""
 LIBRARY_BYTES: Final = 100 * MIB
 """More, for a model folder: transformers."""
-ENGINE_BYTES: Final = 800 * MIB
+ENGINE_BYTES: Final = 590 * MIB
 """Of an engine's process without a model: interpreter, torch, vLLM, Ray."""
 WORKER_BYTES: Final = 150 * MIB
 """Of a reward worker or the controller, without the user's own code."""
@@ -228,7 +228,8 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
     critic = size.num_critic if algorithm.has_critic else 0
     if job.lora is None:
         trained = (size.num_parameters + critic) / ranks
-        network = trained * (MASTER_BYTES + (weight if weight < 4 else 0))
+        # Of several ranks, rounded copies are made only where a layer is gathered.
+        network = trained * (MASTER_BYTES + (weight if weight < 4 and ranks == 1 else 0))
         changing = size.num_parameters
     else:
         networks = 1 + algorithm.has_critic
@@ -239,9 +240,11 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
     if algorithm.kl_coefficient > 0:
         state += weight * size.num_parameters
     version = weight * changing if rank == 0 else 0
-    kept = VERSIONS_PUBLISHED
+    kept, previous = VERSIONS_PUBLISHED, min(VERSIONS_KEPT, job.runtime.staleness_max)
     if ranks == 1:
-        kept = max(kept, 1 + min(VERSIONS_KEPT, job.runtime.staleness_max))
+        kept = max(kept, 1 + previous)
+    else:  # of previous versions each rank keeps its rows, beside the whole ones that the first rank has published
+        state += previous * weight * changing / ranks
     base = TRAINER_BYTES + (LIBRARY_BYTES if size.is_folder else 0)
     start = 4 * size.num_parameters
     compute = _pass_bytes(job, size, trained)

@@ -7,9 +7,9 @@
 Each measurement is a line of `results/memory.jsonl` as soon as it is over.
 
 A trainer case starts the processes of one or two trainers as their actors do, makes two steps whose samples all have
-the longest length, and writes a checkpoint. An engine case starts an engine, gives it three versions of the weights and
-lets it generate meanwhile. The case of a run is a whole `rolecall run`; its reward workers, controller and standby are
-measured, too.
+the longest length, and writes a checkpoint, not beside a step, as a run does. An engine case starts an engine, gives it
+three versions of the weights and lets it generate meanwhile. The case of a run is a whole `rolecall run`; its reward
+workers, controller and standby are measured, too.
 
 Measured is the largest RssAnon + RssShmem of /proc/PID/status, read every few milliseconds: the memory that only this
 process has. VmHWM would count file pages, too: of libraries, which all processes share, and of a model folder while it
@@ -215,7 +215,8 @@ def trainer_process(conn: Connection, run: Path, index: int, value: dict[str, An
 
     from rolecall.rl_runtime.faults import process_side as faults
     from rolecall.rl_runtime.protocol.spawn import make_spawn
-    from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
+    from rolecall.rl_runtime.rank_processes import FurtherRanks
+    from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, further_rank, make_service
     from rolecall.rl_runtime.trainer.ranks import ALONE
 
     job = parse_job(value)
@@ -223,7 +224,9 @@ def trainer_process(conn: Connection, run: Path, index: int, value: dict[str, An
     injection = partial(faults.Injection, spawn.run_dir, False)
     service: Any
     if job.runtime.trainer_ranks > 1:
-        service = MultiRankTrainer(spawn, job, address="127.0.0.1", injection=injection)
+        body = f"{further_rank.__module__}:{further_rank.__name__}"
+        ranks = FurtherRanks(spawn, job, size=job.runtime.trainer_ranks, body=body)
+        service = MultiRankTrainer(spawn, job, ranks, address="127.0.0.1", injection=injection)
     else:
         service = make_service(spawn, job, address="127.0.0.1", ranks=ALONE, injection=injection)
     _serve(conn, lambda name: getattr(service, name))
@@ -233,8 +236,9 @@ def engine_process(conn: Connection, run: Path, _index: int, value: dict[str, An
     import ray  # noqa: F401
 
     from rolecall.rl_runtime.protocol.spawn import make_spawn
+    from rolecall.rl_runtime.rank_processes import FurtherRanks
     from rolecall.rl_runtime.rollout.engine import EngineSettings
-    from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, start_ranks
+    from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, first_place, further_rank
     from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
     job = parse_job(value)
@@ -250,7 +254,9 @@ def engine_process(conn: Connection, run: Path, _index: int, value: dict[str, An
     )
     several: dict[str, Any] = {}
     if settings.num_ranks > 1:
-        place, ranks = start_ranks(spawn, job, settings)
+        body = f"{further_rank.__module__}:{further_rank.__name__}"
+        ranks = FurtherRanks(spawn, job, size=settings.num_ranks, body=body)
+        place = first_place(spawn, settings, ranks)
         several = {"make_engine": partial(MultiRankEngine, place=place, ranks=ranks), "on_promotion": ranks.become}
     replica = RolloutReplica(
         replica=spawn.replica,
@@ -404,7 +410,8 @@ def measure_trainer(case: Case, job: JobConfig, run: RunDir) -> Measured:
                 trainer.send("train_step", 1, 1, step, microbatches[number :: len(trainers)], ids, LEDGER, names)
             for trainer in trainers:
                 trainer.answer()
-        trainers[0].ask("save_checkpoint", str(run.checkpoints), 1)
+        trainers[0].ask("take_snapshot")
+        trainers[0].ask("write_checkpoint", str(run.checkpoints), 1)
         pids = trainers[0].ranks()
         peaks.close()
     return {"trainer": [peaks.bytes[pid] for pid in pids]}
@@ -589,6 +596,7 @@ def report(records: Sequence[Mapping[str, Any]]) -> list[str]:
             f"float32 where nothing else is said"
         ),
         "- measured: peak of RssAnon + RssShmem, without file pages, which processes share",
+        f"- not measured: {', '.join(c.name for c in CASES if all(r.case is not c for r in rows)) or 'none'}",
         "",
         "## Cases that no constant was chosen by",
         "",

@@ -5,7 +5,7 @@ A trainer rank is largest in one of four phases, beside what it always holds (st
     start        the whole model, before it is sharded
     compute      the logits of one forward and backward pass, with activations; or, after it, the gradient
     publish      the sums of the step, and a version more
-    checkpoint   copies of the whole state
+    checkpoint   copies of the whole state; while they are written the next step is computed
 
 The peak is the largest. Constants are bytes per parameter, counted from the code that they name, and bases of a process
 measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which processes share, are left out.
@@ -33,6 +33,8 @@ CHUNK_BYTES: Final = 4
 """Of a trained parameter: the gradient of a microbatch's earlier chunks."""
 CHECKPOINT_BYTES: Final = 36
 """Of a trained parameter: masters and moments, copied for the checkpoint, as bytes, and as bytes of the file."""
+WRITING_BYTES: Final = 24
+"""Of these the copies and the bytes of the file, which are written while the next step is computed."""
 VERSIONS_KEPT: Final = 2
 """Previous versions that a trainer keeps at most, as `agreement.VERSIONS_KEPT` says."""
 VERSIONS_PUBLISHED: Final = 2
@@ -250,12 +252,13 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
     compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
     publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version
-    checkpoint = trained * ranks * CHECKPOINT_BYTES if rank == 0 else 0
+    whole = trained * ranks if rank == 0 else 0  # of a checkpoint
     if device == "cuda":
-        host = base + max(start, kept * version + max(publish, checkpoint))
+        host = base + max(start, kept * version + max(publish + whole * WRITING_BYTES, whole * CHECKPOINT_BYTES))
         return RankNeed(host_bytes=int(host), device_bytes=int(CUDA_BYTES + max(start, state + max(compute, sums))))
     held = state + kept * version
-    return RankNeed(host_bytes=int(base + max(start, held + max(compute, publish + sums, checkpoint))))
+    beside = whole * WRITING_BYTES + max(compute, publish + sums)
+    return RankNeed(host_bytes=int(base + max(start, held + max(beside, whole * CHECKPOINT_BYTES))))
 
 
 def _pass_bytes(job: JobConfig, size: ModelSize, trained: float) -> float:

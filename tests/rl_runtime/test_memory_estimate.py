@@ -106,7 +106,9 @@ ADDED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 def test_what_a_setting_adds_for_each_parameter(
     before: dict[str, Any], after: dict[str, Any], bytes_each: float
 ) -> None:
-    one, other = (trainer_need(job_of(**settings), LARGE).host_bytes for settings in (before, after))
+    one, other = (
+        trainer_need(job_of(roles={"trainer": 1}, **settings), LARGE).host_bytes for settings in (before, after)
+    )
     assert other - one == pytest.approx(bytes_each * LARGE.num_parameters, rel=1e-4)
 
 

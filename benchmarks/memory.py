@@ -153,7 +153,7 @@ CASES = (
     Case(name="two trainers, 11 M", kind="trainer", model=M11, tuned=True, trainers=2),
     Case(name="two trainers, 25 M", kind="trainer", model=M25, trainers=2),
     Case(name="2 ranks, folder of 20 M", kind="trainer", model="llama-20m", tuned=True, settings=TWO),
-    Case(name="2 ranks, 51 M", kind="trainer", model=M51, settings=TWO),
+    Case(name="2 ranks, 51 M", kind="trainer", model=M51, tuned=True, settings=TWO),
     Case(name="2 ranks, folder of 58 M", kind="trainer", model="llama-58m", settings=TWO),
     Case(
         name="2 ranks, ppo with reference, 25 M",

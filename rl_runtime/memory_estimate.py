@@ -47,6 +47,8 @@ TRAINER_BYTES: Final = 250 * MIB
 """Of a trainer's process without a model: interpreter, torch, Ray."""
 LIBRARY_BYTES: Final = 100 * MIB
 """More, for a model folder: transformers."""
+RANKS_BYTES: Final = 190 * MIB
+"""More, of a trainer of several ranks: FSDP2 and its process group."""
 ENGINE_BYTES: Final = 590 * MIB
 """Of an engine's process without a model: interpreter, torch, vLLM, Ray."""
 WORKER_BYTES: Final = 150 * MIB
@@ -249,6 +251,8 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
         state += previous * weight * changing / ranks
     base = TRAINER_BYTES + (LIBRARY_BYTES if size.is_folder else 0)
     start = 4 * size.num_parameters
+    if ranks > 1:  # the memory of the whole model stays with the allocator
+        base += RANKS_BYTES + start
     compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
     publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version

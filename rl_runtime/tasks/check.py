@@ -1,4 +1,4 @@
-"""Checks a job with a model folder before anything starts: data, tokenizer, reward function, model and memory.
+"""Checks a job before anything starts: memory, and with a model folder data, tokenizer, reward function and model.
 
 In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because transformers and vLLM are slow to import
 and stay in memory.
@@ -6,49 +6,38 @@ and stay in memory.
 
 import importlib.util
 import json
-import math
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
+from rolecall.agent.collectors.base import CollectorUnavailable
+from rolecall.agent.collectors.gpu.nvml import close_nvml, errors_of, open_nvml
 from rolecall.core.config.job import JobConfig, parse_job, unshared_heads
 from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
-from rolecall.core.text import counted
-from rolecall.rl_runtime.model_folder import check_weights, read_config, rows_of, weight_shapes
+from rolecall.rl_runtime.memory_estimate import Device, FreeMemory, ModelSize, built_in_size, folder_size, shortages
+from rolecall.rl_runtime.model_folder import check_weights, read_config, weight_shapes
 from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
-from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.tasks.tokenizer import local_vocabulary, vocabulary
 
 CHECK_SECONDS = 300.0
 ROWS_CHECKED = 256
-WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2}
-TRAINED_BYTES: Final = {"float32": 56, "bfloat16": 52}
-"""Per trained parameter, of policy or critic: weights and, in bfloat16, their rounded copy, two of AdamW, gradients,
-two sums in float64, older versions, the published one, and what a checkpoint copies. Measured in float32 with 134.5 M:
-9.1 GiB at most, libraries and activations included."""
-FROZEN_COPIES: Final = 5
-"""Of a parameter with adapters: as given, merged, two older versions, and the published one."""
-DRAFT_BYTES: Final = {"float32": 12, "bfloat16": 14}
-"""Per trained parameter, of a step with several updates: the weights and moments of AdamW that they move. With adapters
-a parameter as given, and merged."""
-PROCESS_BYTES = 1 << 30
-"""Of libraries and a decoder's activations, per process."""
-LOGITS_COPIES: Final = 7
-"""Float32 tensors of the logits' size at the peak of forward and backward pass. Measured: 6.3."""
-LOGITS_COPIES_CHANGED: Final = 9
-"""The same with temperature, top-p or top-k, which change the logits first. Measured: 8.2."""
+NVML_SECONDS = 30.0
+"""Without the persistence daemon a node with eight GPUs takes some ten seconds; with a lost GPU NVML hangs."""
 HELD_OUT_REQUESTS_MAX, HELD_OUT_TOKENS_MAX = 2048, 2_000_000
 """Of one evaluation: half of what one engine holds at most (`token_buffer.py`), since one may have to hold all."""
 
 
 def checked(job: JobConfig, seconds: float = CHECK_SECONDS) -> JobConfig:
-    """The job with its dataset's fingerprint; unchanged for a built-in task. The built-in model needs no check.
+    """The job with its dataset's fingerprint; unchanged for a built-in task. Of the built-in model only the memory is
+    checked.
 
     Raises:
         ConfigError: all problems, each `path: reason`, or the check took more than `seconds`.
@@ -56,6 +45,7 @@ def checked(job: JobConfig, seconds: float = CHECK_SECONDS) -> JobConfig:
     _check_loggers(job)
     if job.model.path is None:
         _check_evaluation_size(job)
+        _check_memory(job, free_memory())
         return job
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
@@ -103,7 +93,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
     _collected("model", lambda: _check_model(job), problems)
     _collected("model", lambda: _check_layers(job), problems)
     _collected("runtime", lambda: _check_heads(job), problems)
-    _collected("roles", lambda: _check_memory(job, available_bytes()), problems)
+    _collected("roles", lambda: _check_memory(job, free_memory()), problems)
     return list(dict.fromkeys(problems)), fingerprints or ("", "")
 
 
@@ -295,38 +285,56 @@ def _check_heads(job: JobConfig) -> str:
     return ""
 
 
-def _check_memory(job: JobConfig, available: int) -> str:
-    folder = Path(job.model.path or "")
-    num = _num_parameters(folder)
-    algorithm, roles, dtype = job.algorithm, job.roles, job.model.dtype
-    weight = WEIGHT_BYTES[dtype]
-    network = TRAINED_BYTES[dtype] if job.lora is None else FROZEN_COPIES * weight
-    trainer = network * (1 + algorithm.has_critic) + weight * (algorithm.kl_coefficient > 0)
-    rollouts = roles.rollout + job.runtime.standbys
-    if algorithm.num_updates > 1:
-        trainer += (DRAFT_BYTES[dtype] if job.lora is None else 2 * weight) * (1 + algorithm.has_critic)
-    logits = _logits_bytes(job, rows_of(read_config(folder), 0))
-    ranks = job.runtime
-    needed = roles.trainer * (num * trainer + ranks.trainer_ranks * (logits + PROCESS_BYTES))
-    needed += rollouts * (num * weight + ranks.rollout_ranks * (ranks.kv_cache_bytes + PROCESS_BYTES))
-    if needed > available:
-        what = f"{counted(roles.trainer, 'trainer')} and {counted(rollouts, 'engine')} of {num / 1e6:.0f} M parameters"
-        of_logits = f"{roles.trainer * logits / 2**30:.1f} of it for logits, less with algorithm.microbatch_tokens_max"
-        sizes = f"about {needed / 2**30:.1f} GiB ({of_logits}), and {available / 2**30:.1f} are free"
-        raise ConfigError([f"roles: {what} need {sizes}"])
+def model_size(job: JobConfig) -> ModelSize:
+    """Of the job's model, from its files. Raises ConfigError: they cannot be read, or its ranks cannot share heads."""
+    if job.model.path is None:
+        return built_in_size(job.model, local_vocabulary(job.task.name).size)
+    _check_heads(job)
+    folder = Path(job.model.path)
+    return folder_size(weight_shapes(folder), read_config(folder), job.lora)
+
+
+def _check_memory(job: JobConfig, free: FreeMemory, device: Device = "cpu") -> str:
+    if problems := shortages(job, model_size(job), free, device):
+        raise ConfigError(problems)
     return ""
 
 
-def _logits_bytes(job: JobConfig, vocab: int) -> int:
-    """Of one trainer, at the peak of a forward and backward pass."""
-    algorithm, sampling = job.algorithm, job.sampling
-    longest = job.task.max_tokens
-    if job.data is not None:
-        longest = job.data.max_prompt_tokens + job.data.max_response_tokens
-    tokens = algorithm.groups_per_microbatch * algorithm.group_size * longest
-    tokens = min(tokens, algorithm.microbatch_tokens_max or tokens)
-    is_changed = sampling.temperature != 1 or sampling.top_p < 1 or sampling.top_k > 0
-    return tokens * vocab * 4 * (LOGITS_COPIES_CHANGED if is_changed else LOGITS_COPIES)
+def free_memory(device: Device = "cpu") -> FreeMemory:
+    """Of this machine. Raises ConfigError: as `gpu_bytes`."""
+    return FreeMemory(host_bytes=available_bytes(), gpu_bytes=gpu_bytes() if device == "cuda" else ())
+
+
+def gpu_bytes(library: Path | None = None, seconds: float = NVML_SECONDS) -> tuple[int, ...]:
+    """Free memory of each GPU. `library`: of NVML, where the loader does not find it.
+
+    Raises:
+        ConfigError: NVML cannot be used, or does not answer within `seconds`.
+    """
+    found, problems = list[int](), list[str]()
+
+    def ask() -> None:
+        try:
+            nvml = open_nvml(library)
+        except CollectorUnavailable as e:
+            problems.append(str(e))
+            return
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                found.append(int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).free))
+        except errors_of(nvml) as e:
+            problems.append(str(e))
+        finally:
+            close_nvml(nvml)
+
+    thread = threading.Thread(target=ask, name="check-nvml", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        problems.append(f"NVML gives no answer within {seconds:g} s")
+    if problems:
+        raise ConfigError([f"runtime.device: {problems[0]}"])
+    return tuple(found)
 
 
 def available_bytes(
@@ -364,10 +372,6 @@ def _free_of(group: Path, limit: str, used: str, files: str) -> list[int]:
         return [free + int(stat.get(files, 0))]
     except (OSError, ValueError):  # `max`, or there is no such group
         return []
-
-
-def _num_parameters(folder: Path) -> int:
-    return sum(math.prod(shape) for shape in weight_shapes(folder).values())
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -30,6 +30,9 @@ from rolecall.cli.options import (
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain, utc
 
+if TYPE_CHECKING:
+    from rolecall.node.doctor import NodeCheck
+
 app = Commands()
 
 
@@ -38,9 +41,16 @@ app = Commands()
         "rolecall doctor",
         "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
         "rolecall doctor --agents http://node-2:9477       # compare clocks",
+        "rolecall doctor job.yaml                          # does the job fit this machine?",
     )
 )
 def doctor(
+    job: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A job file: does it fit this machine? Then the node itself is not checked.", metavar="JOB"
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="agent.yaml of this node's agent.")] = None,
     pid: Annotated[
         int | None,
@@ -55,20 +65,37 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this node and print fixes.
+    """Check this node, or whether a job fits it, and print fixes.
 
-    Checks whether the node can be watched.
+    Checks whether the node can be watched. With JOB, compares an estimate of the memory that each process of the job
+    needs with what is free.
 
-    Exit code 0: nothing is broken; 1: something is; 2: wrong usage or an unreadable agent.yaml."""
+    Exit code 0: nothing is broken; 1: something is; 2: wrong usage, an unreadable agent.yaml, or a mistake in JOB."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
 
-    checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
+    if job is not None:
+        if config or pid or agents or credentials:
+            raise ConfigError(
+                ["JOB: not with --config, --pid, --agents or --credentials: these are of the node's check"]
+            )
+        checks = _job_checks(job)
+    else:
+        checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
     level = worst(checks)
     value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
     present(as_json, value, text.checks(checks))
     return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)
+
+
+def _job_checks(path: Path) -> "tuple[NodeCheck, ...]":
+    from rolecall.core.config.job import load_job
+    from rolecall.node.job_check import examine_job
+    from rolecall.rl_runtime.tasks.check import free_memory, model_size
+
+    job = load_job(path)
+    return examine_job(job, model_size(job), free_memory())
 
 
 @app.command(

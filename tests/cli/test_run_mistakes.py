@@ -8,6 +8,7 @@ import psutil
 import pytest
 import yaml
 
+from rolecall.cli.main import main
 from tests.e2e.runs import command
 from tests.rl_runtime.chat_model import write_chat_model
 
@@ -34,7 +35,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (
             "model.path: the tokenizer has no chat template",
             "reward.function: ",
-            "roles: 1 trainer and 1 engine of 0 M parameters need about ",
+            "roles: trainer ",
         ),
     ),
     "no model, no data": (
@@ -67,4 +68,51 @@ def test_each_mistake_is_named_and_nothing_starts(
         assert any(reason in line for line in lines), (reason, done.stderr)
     assert len([line for line in lines if ": " in line]) >= len(reasons)
     assert not (tmp_path / "runs").exists(), "nothing of the run is there"
+    assert not set(psutil.Process().children(recursive=True)) - before, "no process was left"
+
+
+RANKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "heads that the engine's ranks do not divide": (
+        {"runtime": {"rollout_ranks": 3}},
+        ("runtime.rollout_ranks: 3 ranks do not divide the model's 4 attention heads",),
+    ),
+    "key-value heads that the engine's ranks do not divide": (
+        {"model": {"num_heads": 6, "num_kv_heads": 2}, "runtime": {"rollout_ranks": 3}},
+        ("runtime.rollout_ranks: 3 ranks and the model's 2 key-value heads: neither divides the other",),
+    ),
+    "heads of a model folder": (
+        {**JOB, "runtime": {"nodes": 4, "standbys": 0, "rollout_ranks": 2}},
+        ("runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",),
+    ),
+    "too little memory for the built-in model": (
+        {"model": {"hidden_size": 4096, "intermediate_size": 16_384, "num_layers": 64}},
+        ("roles: trainer 2 x ", "are free"),
+    ),
+    "too little memory for its ranks": (
+        {
+            "model": {"hidden_size": 4096, "intermediate_size": 16_384, "num_layers": 64},
+            "runtime": {"trainer_ranks": 4},
+        },
+        ("roles: trainer 2 x (", "are free"),
+    ),
+    "more replicas than nodes": (
+        {"runtime": {"nodes": 3, "trainer_ranks": 2}},
+        ("runtime.nodes: 3, but the roles need 7",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("job", "reasons"), RANKS.values(), ids=RANKS)
+def test_a_mistake_about_ranks_is_found_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], job: dict[str, Any], reasons: tuple[str, ...]
+) -> None:
+    write_chat_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
+    (tmp_path / "mine.py").write_text("def right(response, answer):\n    return float(response == answer)\n")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    before, there = set(psutil.Process().children(recursive=True)), sorted(tmp_path.rglob("*"))
+    assert main(["run", str(tmp_path / "job.yaml"), "--id", "mine", "--runs", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr()
+    assert all(reason in said.err for reason in reasons) and not said.out, said
+    assert sorted(tmp_path.rglob("*")) == there, "nothing was written"
     assert not set(psutil.Process().children(recursive=True)) - before, "no process was left"

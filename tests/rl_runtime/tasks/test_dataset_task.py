@@ -18,6 +18,7 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
+from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize
 from rolecall.rl_runtime.model_folder import read_config, rows_of, weight_shapes
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.check import (
@@ -28,14 +29,15 @@ from rolecall.rl_runtime.tasks.check import (
     _check_layers,
     _check_memory,
     _check_reward,
-    _logits_bytes,
     available_bytes,
     checked,
+    gpu_bytes,
 )
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 from rolecall.rl_runtime.tasks.task import group_id
 from rolecall.rl_runtime.trainer.model import load_model_folder
+from tests.agent.nvml import Machine, build, shown_by
 from tests.rl_runtime.chat_model import WORDS, write_chat_model
 
 ROOT = Path(__file__).parents[3]
@@ -312,29 +314,30 @@ def test_only_files_of_the_index_count(folder: Path) -> None:
 
 def test_logits_need_memory_and_a_budget_of_tokens_bounds_it(folder: Path) -> None:
     job = job_of(folder, max_prompt_tokens=40, max_response_tokens=16)
-    algorithm = {"group_size": 8, "groups_per_microbatch": 2}
-
-    def gigabytes(sampling: dict[str, Any], **more: Any) -> float:
-        value = job.model_dump(mode="json") | {"algorithm": algorithm | more, "sampling": sampling}
-        return _logits_bytes(parse_job(value), 49_152) / 2**30
-
-    assert gigabytes({}) == pytest.approx(2 * 8 * 56 * 49_152 * 4 * 7 / 2**30) == pytest.approx(1.15, abs=0.01)
-    assert gigabytes({"top_p": 0.9}) == gigabytes({"temperature": 0.7}) == pytest.approx(gigabytes({}) * 9 / 7)
-    assert gigabytes({}, microbatch_tokens_max=448) == pytest.approx(gigabytes({}) / 2)
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 10_000_000}))
     with pytest.raises(
         ConfigError, match=r"for logits, less with algorithm.microbatch_tokens_max\), and 64.0 are free"
     ):
-        _check_memory(job, 64 << 30)
+        _check_memory(job, FreeMemory(host_bytes=64 << 30))
 
 
 def test_the_example_fits_into_24_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = ModelSize(
+        num_parameters=134_515_008,
+        num_outside_layers=28_312_128,
+        num_output_only=0,
+        num_rows=49_152,
+        hidden=576,
+        intermediate=1536,
+        query=576,
+        key_value=192,
+        num_layers=30,
+        is_folder=True,
+    )
+    monkeypatch.setattr("rolecall.rl_runtime.tasks.check.model_size", lambda _: size)
     job = load_job(ROOT / "examples" / "smollm2" / "job.yaml")
-    check = "rolecall.rl_runtime.tasks.check"
-    monkeypatch.setattr(f"{check}._num_parameters", lambda _: 134_515_008)
-    monkeypatch.setattr(f"{check}.read_config", lambda _: {"vocab_size": 49_152})
-    assert job.roles.trainer == 2 and _check_memory(job, 24 << 30) == ""
+    assert job.roles.trainer == 2 and _check_memory(job, FreeMemory(host_bytes=24 << 30)) == ""
 
 
 GIB = 1 << 30
@@ -377,6 +380,16 @@ def test_the_limit_of_the_control_group_counts(tmp_path: Path, files: dict[str, 
     assert available_bytes(lambda: 100 * GIB, tmp_path / "proc", tmp_path) == free * GIB
 
 
+def test_the_free_memory_of_each_gpu_is_nvmls(tmp_path: Path) -> None:
+    library = build(tmp_path)
+    with shown_by(Machine(tmp_path / "machine", num_gpus=2)) as machine:
+        machine.set({"MemoryInfo.used": 20 * GIB}, gpu=1)
+        assert gpu_bytes(library) == (19 * GIB, 59 * GIB), "a GiB is reserved"
+        machine.set({"error.nvmlDeviceGetMemoryInfo": 15}, gpu=0)
+        with pytest.raises(ConfigError, match=r"runtime.device: GPU is lost"):
+            gpu_bytes(library)
+
+
 @pytest.mark.slow
 def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
     config = json.loads((write_chat_model(folder / "odd") / "config.json").read_text())
@@ -394,15 +407,10 @@ def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
 
 def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
     job = job_of(folder)
-    with pytest.raises(
-        ConfigError,
-        match=r"roles: 2 trainers and 4 engines of 0 M parameters need about 6.3 GiB \(0.0 of it for logits",
-    ):
-        _check_memory(job, 1 << 30)
-    assert _check_memory(job, 64 << 30) == ""
-    several = job.model_copy(update={"runtime": job.runtime.model_copy(update={"trainer_ranks": 2})})
-    with pytest.raises(ConfigError, match=r"need about 8.3 GiB"):
-        _check_memory(several, 1 << 30)
+    with pytest.raises(ConfigError, match=r"roles: trainer 2 x .* GiB, rollout 3 x .* GiB \(0.0 of it for logits"):
+        _check_memory(job, FreeMemory(host_bytes=1 << 30))
+    assert _check_memory(job, FreeMemory(host_bytes=64 << 30)) == ""
+    assert _check_memory(small(parse_job({})), FreeMemory(host_bytes=64 << 30)) == "", "the built-in model"
 
 
 def test_the_heads_of_a_model_folder_are_known_before_the_start(folder: Path) -> None:
@@ -417,20 +425,6 @@ def test_the_heads_of_a_model_folder_are_known_before_the_start(folder: Path) ->
     )
     with pytest.raises(ConfigError, match=r"tensor_ranks: 3 ranks do not divide the \d+ outputs of layers.0.self_attn"):
         _check_layers(job.model_copy(update={"runtime": shared}))
-
-
-def test_bfloat16_and_adapters_need_less_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolecall.rl_runtime.tasks.check._num_parameters", lambda _: 1 << 30)
-    job = job_of(folder)
-
-    def needed(dtype: str, lora: LoraSettings | None) -> float:
-        changed = job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype}), "lora": lora})
-        with pytest.raises(ConfigError) as found:
-            _check_memory(changed, 1 << 30)
-        return float(found.value.problems[0].split(" GiB")[0].rpartition(" ")[2])
-
-    lora = LoraSettings()
-    assert needed("float32", None) > needed("bfloat16", None) > needed("float32", lora) > needed("bfloat16", lora)
 
 
 def test_adapters_and_checkpointing_are_tried_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,97 @@
+"""`rolecall doctor JOB`: what each role needs, whether it fits, and the exit codes of the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.config.job import parse_job
+from rolecall.node.doctor import CheckLevel, worst
+from rolecall.node.job_check import examine_job
+from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, needs
+from rolecall.rl_runtime.memory_estimate import gib as in_gib
+
+GIB = 1 << 30
+SIZE = ModelSize(
+    num_parameters=10**9,
+    num_outside_layers=10**8,
+    num_output_only=0,
+    num_rows=50_000,
+    hidden=1024,
+    intermediate=4096,
+    query=1024,
+    key_value=512,
+    num_layers=24,
+)
+JOB = parse_job({"runtime": {"trainer_ranks": 2}})
+
+
+def gibs(ranks: tuple[RankNeed, ...]) -> str:
+    return " + ".join(in_gib(rank.host_bytes) for rank in ranks)
+
+
+def test_a_job_that_fits_is_listed_with_what_it_needs() -> None:
+    checks = examine_job(JOB, SIZE, FreeMemory(host_bytes=1000 * GIB))
+    assert worst(checks) is CheckLevel.OK and not any(c.fix for c in checks)
+    trainer, *_ = needs(JOB, SIZE)
+    by_name = {c.name: c.message for c in checks}
+    assert by_name["trainer"] == f"2 replicas, each needs {gibs(trainer.ranks)} GiB"
+    assert by_name["memory"].endswith("GiB together; this machine has 1000.0 free")
+    assert list(by_name) == ["trainer", "rollout", "standby", "reward", "controller", "node", "memory"]
+
+
+def test_a_job_that_does_not_fit_is_broken_and_has_a_fix() -> None:
+    checks = examine_job(JOB, SIZE, FreeMemory(host_bytes=20 * GIB))
+    [broken] = [c for c in checks if c.level is CheckLevel.BROKEN]
+    assert broken.name == "memory" and broken.message.startswith("roles: trainer 2 x (") and broken.fix
+    assert "and 20.0 are free" in broken.message
+
+
+def test_gpus_are_compared_with_each_rank() -> None:
+    def checked(*gpus: int) -> dict[str, tuple[CheckLevel, str]]:
+        free = FreeMemory(host_bytes=1000 * GIB, gpu_bytes=tuple(n * GIB for n in gpus))
+        return {c.name: (c.level, c.message) for c in examine_job(JOB, SIZE, free, "cuda")}
+
+    fits = checked(79, 40)
+    trainer, *_ = needs(JOB, SIZE, "cuda")
+    each = in_gib(trainer.ranks[0].device_bytes)
+    assert fits["trainer"][1].endswith(f" and 2 x {each} GiB of GPUs")
+    assert fits["memory"] == (CheckLevel.OK, fits["memory"][1])
+    assert fits["memory"][1].endswith("this machine has 1000.0 free, and its GPUs 79.0, 40.0")
+    level, message = checked(8)["memory"]
+    assert level is CheckLevel.BROKEN and message.startswith("runtime.trainer_ranks: each rank of a trainer needs ")
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [
+        ("runtime: {nodes: 7}", 0, "GiB together; this machine has "),
+        ("runtime: {kv_cache_bytes: 100000000000000}", 1, "broken   memory: roles: trainer 2 x "),
+        (
+            "runtime: {rollout_ranks: 3}",
+            2,
+            "runtime.rollout_ranks: 3 ranks do not divide the model's 4 attention heads",
+        ),
+        ("model: {path: none}", 2, "config.json"),
+    ],
+)
+def test_the_command_checks_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int, said: str
+) -> None:
+    (tmp_path / "job.yaml").write_text(text)
+    assert main(["doctor", str(tmp_path / "job.yaml")]) == code
+    done = capsys.readouterr()
+    assert said in (done.out if code < 2 else done.err)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["job.yaml"]
+
+
+def test_the_command_answers_in_json_and_checks_one_thing_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("seed: 1")
+    assert main(["doctor", str(tmp_path / "job.yaml"), "--json"]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["level"] == "ok" and reported["checks"][0]["name"] == "trainer"
+    assert main(["doctor", str(tmp_path / "job.yaml"), "--pid", "1"]) == 2
+    assert "JOB: not with --config, --pid" in capsys.readouterr().err

@@ -5,6 +5,7 @@ Colours are CSS variables of the page (`style.py`), so that the charts follow it
 carries a `<title>` for the pointer.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,7 +160,8 @@ def pixels(field: str) -> alt.Y:
 
 
 def layer(rows: Rows) -> alt.Chart:
-    return alt.Chart(alt.Data(values=rows))
+    """As a text: Altair copies each row of a list again for every layer, which takes longer than drawing the chart."""
+    return alt.Chart(alt.Data(values=json.dumps(rows), format=alt.DataFormat(type="json")))
 
 
 def _time(report: Mapping[str, Any], field: str = "at") -> alt.X:

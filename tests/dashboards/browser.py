@@ -82,10 +82,14 @@ class Visit:
         assert self.foreign == []
 
 
+def chromium() -> str | None:
+    return next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+
+
 @contextmanager
 def browser() -> Iterator[Browser]:
     """Skips where there is no Chromium."""
-    program = next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None)
+    program = chromium()
     if program is None:
         pytest.skip("no Chromium here (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:

@@ -17,7 +17,9 @@ from rolecall.detector.artifacts.stacks.diagnosis import diagnose
 from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 from rolecall.detector.live.fusion import to_diagnosis
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape
+from rolecall.diagnose import explain as module
 from rolecall.diagnose.explain import (
+    CHART_BYTES_MAX,
     LINE_STYLES,
     NUM_BUCKETS,
     PAGE_BYTES_MAX,
@@ -243,22 +245,28 @@ def test_no_diagnosis_and_no_decision_are_pages_too() -> None:
     assert "No fault localized, 1 undecided" in text and "a second look" in text and "none" in text
 
 
-@pytest.mark.slow
 def test_the_page_stays_small() -> None:
     seen = panel(100_000, 4)
     reported = diagnosis(3, onset=seen.at[0], detected_at=seen.at[-1])
     one = ExplainedDiagnosis(diagnosis=reported, panel=seen, score=score(seen))
     html = render([one])
     assert drawings(html) and len(html.encode()) < 100_000
-    few = panel(1200, 4)
-    wide = diagnosis(3, onset=few.at[0], detected_at=few.at[-1])
-    many = render([ExplainedDiagnosis(diagnosis=wide, panel=few, score=score(few))] * 90)
-    assert len(many.encode()) < PAGE_BYTES_MAX + 1000
-    assert "Not drawn: the page would be too large" in many and many.count("<article") == 90
     endless = diagnosis(3, evidence=tuple(Evidence(kind=f"e{n}", text="x" * 2000) for n in range(99)))
     cut = render([ExplainedDiagnosis(diagnosis=endless)] * 40)
     assert len(cut.encode()) < PAGE_BYTES_MAX + 1000 and re.search(r"\d+ more are not shown", cut)
     assert "and 59 more" in cut
+
+
+def test_charts_leave_room_for_the_text_of_every_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With limits of a tenth: drawing a page of charts up to the real ones takes most of a minute."""
+    page_bytes_max, num_items = PAGE_BYTES_MAX // 10, 20
+    monkeypatch.setattr(module, "PAGE_BYTES_MAX", page_bytes_max)
+    monkeypatch.setattr(module, "CHART_BYTES_MAX", CHART_BYTES_MAX // 10)
+    few = panel(1200, 4)
+    wide = diagnosis(3, onset=few.at[0], detected_at=few.at[-1])
+    many = render([ExplainedDiagnosis(diagnosis=wide, panel=few, score=score(few))] * num_items)
+    assert drawings(many) and len(many.encode()) < page_bytes_max + 1000
+    assert "Not drawn: the page would be too large" in many and many.count("<article") == num_items
 
 
 @settings(max_examples=60)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -14,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.cli.main import main
+from rolecall.core.config.algorithm import AlgorithmName
+from rolecall.core.config.job import TaskName
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import GroupState, Ledger
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.tasks.task import group_number, group_start
 from tests.e2e.observer import Observer, is_alive
 from tests.support import eventually
 
@@ -95,6 +103,26 @@ def demo_run(root: Path, run_id: str, args: Sequence[str], *, dashboard: bool = 
             except subprocess.TimeoutExpired:
                 process.kill()
         rolecall("down", str(path), "--runs", str(root))
+
+
+def check_algorithm(run: DemoRun, name: AlgorithmName) -> None:
+    """A run that has ended learned with this algorithm, from every part of an answer at most once."""
+    assert run.report()["learns"] == f"{name} on {TaskName.LONG_ADDITION}"
+    journal = Journal(RunDir(run.path).database_url)
+    try:
+        commits = journal.events(kinds=[EventKind.STEP_COMMITTED])
+        trained = {line["group_id"] for line in Ledger(journal.store).lines() if line["state"] == GroupState.TRAINED}
+    finally:
+        journal.close()
+    critic, filters, windows = (name in which for which in ({"ppo", "tppo"}, {"dapo"}, {"tppo"}))
+    for commit in commits:
+        health = commit.payload.to_body()["health"]
+        assert health["entropy"] > 0
+        assert ("value_loss" in health, "filtered_fraction" in health) == (critic, filters)
+    starts = defaultdict[int, list[int]](list)
+    for group in trained:
+        starts[group_number(group)].append(group_start(group))
+    assert any(len(found) > 1 for found in starts.values()) == windows
 
 
 def alive(observer: Observer) -> list[str]:

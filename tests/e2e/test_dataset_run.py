@@ -1,5 +1,6 @@
-"""The example with a real model (`examples/smollm2`) in small: its job file, data and reward, three steps with a tiny
-chat model, evaluation and TensorBoard. Beside its questions are one that cannot be scored and one that is too long.
+"""The example with a real model (`examples/smollm2`) in small: its job file, data and reward, three steps on two
+trainers with a tiny chat model, evaluation, TensorBoard and export. Beside its questions are one that cannot be scored
+and one that is too long. The model is trained in bfloat16, with adapters and gradient checkpointing.
 """
 
 import importlib.util
@@ -7,7 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing import event_accumulator
 
 from rolecall.core.journal.events import EventKind
@@ -50,6 +53,8 @@ def write_example(folder: Path) -> None:
     job = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
     job |= {"num_steps": 3, "reward": {"function": "mine.py:score", "attempts": 2}}
     job |= {"evaluation": {"path": "held-out.jsonl", "every_steps": 2}, "logging": {"tensorboard": True}}
+    job["model"] |= {"dtype": "bfloat16", "gradient_checkpointing": True}
+    job["lora"] = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
     job["data"] |= {"max_prompt_tokens": 40, "max_response_tokens": 6}
     job["sampling"] |= {"top_p": 0.95}
     job["algorithm"] |= {"group_size": 4, "microbatches_per_step": 2, "groups_per_microbatch": 2}
@@ -93,5 +98,9 @@ def test_the_example_in_small(tmp_path: Path) -> None:
     assert [s.step for s in events.Scalars("evaluation/reward")] == [e.step for e in evaluations]
 
     exported = command("export", "mine", "--runs", str(runs), "--out", str(tmp_path / "trained"), "--json")
-    assert exported.returncode == 0 and json.loads(exported.stdout)["step"] == 2, exported
-    assert (tmp_path / "trained" / "model.safetensors").exists()
+    assert exported.returncode == 0, exported
+    told = json.loads(exported.stdout)
+    assert (told["step"], told["dtype"]) == (2, "bfloat16")
+    given, found = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "trained"))
+    changed = {n for n, t in found.items() if not torch.equal(t, given[n].bfloat16())}
+    assert changed == {f"model.layers.0.self_attn.{p}.weight" for p in ("q_proj", "v_proj")}

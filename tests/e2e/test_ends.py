@@ -1,11 +1,12 @@
-"""An external fault is resolved, and one NaN stops nothing; an exception in user code evicts no replica, ends the run, and
-leaves no process (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
+"""In a run of DAPO, an external fault is resolved, and one NaN stops nothing; an exception in user code evicts no
+replica, ends the run, and leaves no process (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import alive, command, demo_run
+from rolecall.core.config.algorithm import AlgorithmName
+from tests.e2e.runs import alive, check_algorithm, command, demo_run
 from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
@@ -22,7 +23,8 @@ def test_an_external_fault_is_resolved_a_nan_is_tolerated_and_an_exception_on_al
 ) -> None:
     """The observer kills by itself, and by the plain kill(2): no part of rolecall expects the fault, and no
     standby waits for it."""
-    args = ["--seed", "5", "--faults", "none", "--steps", "100000", "--allow-injection", "--set", "runtime.standbys=0"]
+    args = ["--algorithm", AlgorithmName.DAPO, "--task", "long_addition", "--seed", "5", "--steps", "100000"]
+    args += ["--faults", "none", "--allow-injection", "--set", "runtime.standbys=0"]
     with demo_run(tmp_path, "outside-fault", args) as run:
         observer = run.observer
         run.until_step(2, 200)
@@ -58,3 +60,4 @@ def test_an_external_fault_is_resolved_a_nan_is_tolerated_and_an_exception_on_al
     again = [key for key in observer.serving if key[1] != 1]
     assert again == [("rollout/0", 2)], "a replica was replaced for a mistake in user code"
     assert report["audit"]["ok"]
+    check_algorithm(run, AlgorithmName.DAPO)

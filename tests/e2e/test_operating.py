@@ -1,4 +1,5 @@
-"""An operator operates a run that asks before it acts: approve, reject, pause, replace, each as a command of its own."""
+"""An operator operates a run that asks before it acts: approves, rejects, pauses and replaces, by commands and in a
+browser."""
 
 import json
 import os
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rolecall.session.children import TOKEN_FILE, USER
+from tests.dashboards.browser import ADDRESS, browser, chromium, visit
 from tests.e2e.inbox import Inbox, inbox
 from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
 from tests.support import eventually
@@ -27,12 +30,14 @@ def test_an_operator_operates_a_run(tmp_path: Path) -> None:
             f"recovery.deadman_seconds={DEADMAN_SECONDS}",
         ]
         args = ["--seed", "7", "--faults", "none", "--allow-injection", "--steps", "100000"]
-        with demo_run(tmp_path, "operated", [*args, *(word for s in settings for word in ("--set", s))]) as run:
+        args += [word for s in settings for word in ("--set", s)]
+        with demo_run(tmp_path, "operated", args, dashboard=True) as run:
             run.until_step(2, 200)
             digest = _nothing_happens_without_approval(run, webhook)
             _watch_dies_and_is_missed(run, webhook)
             _a_pause_holds_what_was_approved(run, webhook, digest)
             _a_healthy_rollout_is_replaced_by_hand(run)
+            _a_click_approves_a_plan(run)
             _a_rejected_plan_is_not_performed(run, webhook)
             assert len(alive(run.observer)) > 20
             os.kill(run.process.pid, signal.SIGINT)
@@ -138,9 +143,52 @@ def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
     assert {f"{pid} " for pid in others.values()} <= {line[: line.index(" ") + 1] for line in alive(run.observer)}
 
 
+def _a_click_approves_a_plan(run: DemoRun) -> None:
+    """By a command where there is no browser: the rest of the test needs none."""
+    assert command("inject", str(run.path), "--kind", "reward-kill", "--target", "reward/1").returncode == 0
+    eventually(lambda: len(run.observer.events("plan_proposed")) == 2, "the second proposal")
+    proposed = run.observer.events("plan_proposed")[-1]
+    if chromium() is None:
+        assert command("approve", proposed["plan"]["digest"], "--run", str(run.path)).returncode == 0
+    else:
+        _click(run, proposed)
+    assert _event(run, "incident_closed", incident=proposed["incident"])["outcome"] == "resolved"
+    (approved,) = run.observer.events("plan_approved", proposed["incident"])
+    assert approved["digest"] == proposed["plan"]["digest"]
+
+
+def _click(run: DemoRun, proposed: dict[str, Any]) -> None:
+    """Reads the incident's sentence, signs in and approves; the token goes nowhere else."""
+    incident = proposed["incident"]
+    sentence = _event(run, "incident_opened", incident=incident)["diagnosis"]["because"][:60]
+    token = (run.path / TOKEN_FILE).read_text().strip()
+    address = ADDRESS.search(run.output())
+    assert address is not None, run.output()
+    with browser() as of, visit(of, address.group()) as shot:
+        shot.open("/")
+        shot.page.get_by_text(sentence, exact=False).first.wait_for()
+        shot.open(f"/incidents?incident={incident}")
+        shot.page.get_by_text(sentence, exact=False).first.wait_for()
+        shot.open("/operations")
+        approve = shot.page.get_by_role("button", name="Approve").first
+        assert approve.is_disabled()
+        assert run.observer.events("plan_approved", incident) == [], "viewing approves nothing"
+        field = shot.page.locator("input[type=password]")
+        field.fill(token)
+        field.press("Enter")
+        shot.page.get_by_text(USER, exact=False).first.wait_for()
+        approve.click()
+        assert _event(run, "plan_approved", incident=incident)["by"] == USER
+        _event(run, "incident_verified", incident=incident)
+        shot.faultless()
+        assert token not in shot.page.url and token not in shot.text()
+    for log in (run.path / "logs").glob("*.log"):
+        assert token not in log.read_text(errors="replace"), f"the token is in {log}"
+
+
 def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     assert command("inject", str(run.path), "--kind", "rollout-kill", "--target", "rollout/2").returncode == 0
-    eventually(lambda: len(run.observer.events("plan_proposed")) == 2, "the second proposal")
+    eventually(lambda: len(run.observer.events("plan_proposed")) == 3, "the third proposal")
     proposed = run.observer.events("plan_proposed")[-1]
     digest = proposed["plan"]["digest"]
     rejected = command("reject", digest, "--run", str(run.path), "--reason", "we want to look at it")
@@ -164,7 +212,8 @@ def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     reported = command("incidents", "--run", str(run.path))
     assert reported.returncode == 0
     assert [line.split(":")[0] for line in reported.stdout.splitlines() if line.startswith("inc-")] == [
-        "inc-3-rollout-2 escalated",
+        "inc-4-rollout-2 escalated",
+        "inc-3-reward-1 resolved",
         "inc-2-rollout-0 resolved",
         "inc-1-rollout-1 resolved",
     ]
@@ -174,7 +223,7 @@ def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     by_id = {i["incident_id"]: i for i in report["incidents"]}
     assert (
         by_id["inc-1-rollout-1"]["resolved_seconds"] is not None
-        and by_id["inc-3-rollout-2"]["resolved_seconds"] is None
+        and by_id["inc-4-rollout-2"]["resolved_seconds"] is None
     )
     assert report["pids_kept"] is True and report["false_alarms"] == [], report["pids"]
 

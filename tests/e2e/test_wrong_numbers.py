@@ -1,12 +1,13 @@
-"""Wrong numbers of a reward worker, then of an engine, in one real run: second opinions name each, and it leaves its
-node."""
+"""Wrong numbers of a reward worker, then of an engine, in one real run of PPO: second opinions name each, and it leaves
+its node."""
 
 from pathlib import Path
 
 import pytest
 
+from rolecall.core.config.algorithm import AlgorithmName
 from rolecall.core.text import past
-from tests.e2e.runs import command, demo_run
+from tests.e2e.runs import check_algorithm, command, demo_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
@@ -21,7 +22,8 @@ REASON = {
 
 def test_a_wrong_worker_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_path: Path) -> None:
     settings = ["runtime.reward_check_share=0.2"]  # the wrong worker is compared within seconds
-    args = ["--seed", str(SEED), "--steps", "30", "--faults", ",".join(FAULTS)]
+    args = ["--algorithm", AlgorithmName.PPO, "--task", "long_addition", "--seed", str(SEED), "--steps", "30"]
+    args += ["--faults", ",".join(FAULTS)]
     with demo_run(tmp_path, "wrong", [*args, *(word for s in settings for word in ("--set", s))]) as run:
         code = run.wait(420)
         report = run.report()
@@ -47,3 +49,4 @@ def test_a_wrong_worker_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_p
     assert used and all(reward >= 0 for rewards in used for reward in rewards), "a contradicted reward was trained on"
     last = run.observer.events("step_committed")[-1]["log_ratios"]
     assert all(apart < 0.02 for apart in last.values()), last
+    check_algorithm(run, AlgorithmName.PPO)

@@ -324,7 +324,8 @@ def test_a_failed_burn_in_counts_like_a_second_wrong_microbatch(tmp_path: Path, 
     world.run(2, watch)
     world.detector.extra = []
     if first == "suspicion":
-        world.run(5000, watch)  # more than an hour later
+        world.step(watch, seconds=5000.0)  # more than an hour later
+        world.run(2, watch)
         assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED] and world.runtime.replaced == []
         commands.record_burn_in(run, node, FAILED, "alice", world.clock)
     world.until(lambda: world.all_closed() and world.runtime.replaced, watch)

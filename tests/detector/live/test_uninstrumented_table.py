@@ -5,6 +5,8 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 
 from rolecall.core.config.job import DetectorConfig
@@ -84,28 +86,44 @@ CASES: tuple[tuple[str, str, Callable[[Job], None]], ...] = (
 )
 
 
-def told(fault: Callable[[Job], None]) -> str:
-    """Who is named as what, and after how long: a run of four ranks and two engines with a fault of rank 2. Their CPU
-    time varies by 2 %."""
-    job, rng, both = Job(), random.Random(0), WatchAndPanels()
-    job.detector = both  # type: ignore[assignment]
+class SimulatedRun:
+    """Four ranks and two engines with a watch and its panels. `variation`: of the CPU seconds per second of each rank,
+    a standard deviation."""
+
+    def __init__(self, variation: float) -> None:
+        self.job, self.both = Job(), WatchAndPanels()
+        self.job.detector = self.both  # type: ignore[assignment]
+        self._variation, self._rng = variation, random.Random(0)
+
+    def second(self) -> None:
+        for name, rate in self.job.cpu_rate.items():
+            self.job.cpu[name] += self._rng.gauss(0.0, self._variation) * rate
+        self.job.run(1)
+
+    def healthy(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.second()
+        assert not self.both.said, "a healthy run"
+
+
+def told(run: SimulatedRun, fault: Callable[[Job], None]) -> str:
+    """Who is named as what, and after how long: of a healthy run of which rank 2 now has a fault."""
+    fault(run.job)
     first: dict[str, int] = {}
-    for second in range(-HEALTHY_SECONDS, WATCHED_SECONDS):
-        if second == 0:
-            assert not both.said, "a healthy run"
-            fault(job)
-        for name, rate in job.cpu_rate.items():
-            job.cpu[name] += rng.gauss(0.0, 0.02) * rate
-        job.run(1)
-        for d in both.said:
+    for second in range(WATCHED_SECONDS):
+        run.second()
+        for d in run.both.said:
             assert {(s.replica, s.rank) for s in d.suspects} == {("trainer/0", 2)}, d.because
             first.setdefault(f"`{d.fault_class}`{' (panel)' if isinstance(d, Finding) else ''}", second + 1)
+        run.both.said.clear()
     return "; ".join(f"{what} after {seconds} s" for what, seconds in first.items()) or "nobody"
 
 
 def table() -> str:
     rows = ["| what happens to rank 2 | evidence | rank 2 is named as |", "|---|---|---|"]
-    rows += [f"| {what} | {evidence} | {told(fault)} |" for what, evidence, fault in CASES]
+    run = SimulatedRun(0.02)
+    run.healthy(HEALTHY_SECONDS)
+    rows += [f"| {what} | {evidence} | {told(deepcopy(run), fault)} |" for what, evidence, fault in CASES]
     return "\n".join(rows) + "\n"
 
 
@@ -114,20 +132,13 @@ MORE_CPU = 1.7
 VARIATIONS, MINUTES_BEFORE, CONDITIONS_SECONDS = (0.02, 0.1, 0.3), (0, 5, 15), 600
 
 
-def named_after(variation: float, healthy_seconds: int) -> int | None:
-    """Seconds until rank 2, which begins to use more CPU than its peers, is named. `variation`: of the CPU seconds per
-    second of each rank, a standard deviation."""
-    job, rng, both = Job(), random.Random(0), WatchAndPanels()
-    job.detector = both  # type: ignore[assignment]
-    for second in range(-healthy_seconds, CONDITIONS_SECONDS):
-        if second == 0:
-            job.cpu_rate[RANK] *= MORE_CPU
-        for name, rate in job.cpu_rate.items():
-            job.cpu[name] += rng.gauss(0.0, variation) * rate
-        job.run(1)
-        if both.said:
-            assert second >= 0, "a healthy run"
-            assert {(s.replica, s.rank) for d in both.said for s in d.suspects} == {("trainer/0", 2)}
+def named_after(run: SimulatedRun) -> int | None:
+    """Seconds until rank 2, which begins to use more CPU than its peers, is named."""
+    run.job.cpu_rate[RANK] *= MORE_CPU
+    for second in range(CONDITIONS_SECONDS):
+        run.second()
+        if run.both.said:
+            assert {(s.replica, s.rank) for d in run.both.said for s in d.suspects} == {("trainer/0", 2)}
             return second + 1
     return None
 
@@ -139,7 +150,10 @@ def conditions() -> str:
     ]
     rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for variation in VARIATIONS:
-        found = [named_after(variation, 60 * minutes) for minutes in MINUTES_BEFORE]
+        run, found = SimulatedRun(variation), []
+        for before, minutes in pairwise((0, *MINUTES_BEFORE)):
+            run.healthy(60 * (minutes - before))
+            found.append(named_after(deepcopy(run)))
         cells = [
             f"{variation:.0%}".replace("%", " %"),
             *(f"{s} s" if s is not None else "not in 10 min" for s in found),

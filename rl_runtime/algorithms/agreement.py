@@ -67,16 +67,17 @@ def recomputed_log_probs(
 
     `module`: the policy; its own weights are not used. `tokens_max`: of one forward pass.
     """
-    apart_s = torch.full((len(batch.tokens_st),), -1.0, dtype=batch.sampler_logprobs_st.dtype)
+    apart_s = torch.full_like(batch.rewards_s, -1.0)
     found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
         return apart_s
     version, rows = found
+    weights = {name: weight.to(batch.tokens_st.device) for name, weight in previous[version].items()}
     ends = [int(batch.response_st[row].nonzero().max()) + 1 for row in rows]
     for chunk in chunks(ends, tokens_max):
         some, end = [rows[i] for i in chunk], max(ends[i] for i in chunk)
         tokens = batch.tokens_st[some, :end]
-        out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
+        out = functional_call(module, weights, kwargs={"input_ids": tokens, "use_cache": False})
         logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
         sampled = batch.sampler_logprobs_st[some, :end]
         versions = torch.where(comparable(out.logits, sampling), batch.versions_st[some, :end], -1)

@@ -215,14 +215,15 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
-        from rolecall.rl_runtime.trainer.ranks import ALONE
+        from rolecall.rl_runtime.trainer.ranks import Ranks
 
         address = _node_address()
         if job.runtime.trainer_ranks > 1:
             self._served = MultiRankTrainer(spawn, job, address=address, injection=self._injection)
             self._further_ranks = self._served.ranks
         else:
-            self._served = make_service(spawn, job, address=address, ranks=ALONE, injection=self._injection)
+            ranks = Ranks(device=spawn.device)
+            self._served = make_service(spawn, job, address=address, ranks=ranks, injection=self._injection)
         reporter.enter_phase(Phase.WAIT)
 
 
@@ -246,6 +247,9 @@ class RolloutActor(_Actor):
             fixed_length=job.data is None and job.task.fixed_length,
             sampling=job.sampling,
             num_ranks=job.runtime.rollout_ranks,
+            device=spawn.device,
+            memory_share=job.runtime.rollout_memory_share,
+            cuda_graphs=job.runtime.rollout_cuda_graphs,
         )
         several: dict[str, Any] = {}
         if settings.num_ranks > 1:

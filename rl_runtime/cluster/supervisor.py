@@ -43,6 +43,7 @@ from rolecall.rl_runtime.cluster.reconcile import (
     place,
     reconcile,
 )
+from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, gpus_of_nodes
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -149,16 +150,24 @@ class Supervisor:
         *,
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
         actors: ActorOperations | None = None,
+        hardware: Hardware | None = None,
     ) -> None:
-        """`classes`: role -> actor class, for tests with trivial actors; `actors` replaces Ray in tests without it."""
+        """`classes`: role -> actor class, for tests with trivial actors; `actors` replaces Ray in tests without it;
+        `hardware`: replaces what this machine has.
+
+        Raises:
+            ConfigError: this machine lacks the devices that the job computes on.
+        """
+        hardware = hardware or found_hardware()
+        gpus, device = gpus_of_nodes(job, hardware), device_of(job.runtime.device, hardware)
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)
-        self.cluster = Cluster(run, self.nodes, self.clock)
+        self.cluster = Cluster(run, self.nodes, self.clock, gpus)
         self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
-        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put)
+        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()

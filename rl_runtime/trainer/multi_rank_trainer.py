@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
@@ -33,7 +33,9 @@ class MultiRankTrainer:
         self._store = EpochStore(LOOPBACK, RANKS_TIMEOUT_SECONDS)
         at = self._store.host, self._store.port
         self.ranks = FurtherRanks(spawn, job, size=size, body=f"{__name__}:further_rank", details=(address, at))
-        self._service = make_service(spawn, job, address=address, ranks=_ranks(0, size, at), injection=injection)
+        self._service = make_service(
+            spawn, job, address=address, ranks=_ranks(0, size, at, spawn.device), injection=injection
+        )
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)
@@ -55,7 +57,7 @@ def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], Non
         start.spawn,
         parse_job(start.job),
         address=address,
-        ranks=_ranks(start.rank, start.size, at),
+        ranks=_ranks(start.rank, start.size, at, start.spawn.device),
         injection=start.injection,
     )
     while True:
@@ -82,6 +84,6 @@ def make_service(
     )
 
 
-def _ranks(rank: int, size: int, at: tuple[str, int]) -> Ranks:
+def _ranks(rank: int, size: int, at: tuple[str, int], device: DeviceName) -> Ranks:
     host, port = at
-    return Ranks(rank, size, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)
+    return Ranks(rank, size, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS, device=device)

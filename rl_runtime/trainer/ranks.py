@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rolecall.agent.reporter import reporter
+from rolecall.core.config.job import DeviceName
+from rolecall.rl_runtime.device import BACKENDS
 
 GROUP_NAME: Final = "ranks"
 
@@ -28,28 +30,43 @@ GROUP_NAME: Final = "ranks"
 class Ranks:
     """This process's place among the ranks of its replica, and their collectives. One rank has none to wait for."""
 
-    def __init__(self, rank: int = 0, size: int = 1, *, host: str = "", port: int = 0, seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        host: str = "",
+        port: int = 0,
+        seconds: float = 0.0,
+        device: DeviceName = "cpu",
+    ) -> None:
         """Waits for all `size` ranks at the store `host`:`port`, and makes their process group the default one.
 
-        `seconds`: longest wait for another rank, here and in each collective.
+        `seconds`: longest wait for another rank, here and in each collective. `device`: of all ranks; on GPUs each has
+        that of its own number among those of the replica.
 
         Raises:
             RuntimeError: not all ranks arrived in time.
         """
         self.rank, self.size = rank, size
+        self.device = torch.device(device) if device == "cpu" else torch.device(device, rank)
+        """What this rank computes on, and has its tensors on."""
+        if device != "cpu":
+            torch.accelerator.set_device_index(rank)  # FSDP2 and NCCL take the current one
         self._mesh: Any = None
         if size == 1:
             return
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of a replica are on one node
+        # The ranks of a replica are on one node.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         timeout = timedelta(seconds=seconds)
         store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         dist.init_process_group(
-            "gloo", store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
+            BACKENDS[device], store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
         )
-        self._mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+        self._mesh = init_device_mesh(device, (size,), mesh_dim_names=("shard",))
 
     @property
     def is_first(self) -> bool:

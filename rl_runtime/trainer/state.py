@@ -33,7 +33,7 @@ from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
 from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
-from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of
+from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, local_digest
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -67,7 +67,9 @@ class Network:
         """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
         self.module, self.prefix, self._ranks = module, prefix, ranks
         if ranks.size > 1:
-            ranks.shard(module)
+            ranks.shard(module)  # on the device
+        else:
+            module.to(ranks.device)
         everything = sorted(module.named_parameters())  # a tied parameter appears once
         named = [(n, p) for n, p in everything if p.requires_grad]
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
@@ -98,7 +100,7 @@ class Network:
         )
         for parameter in self.masters:  # before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -152,12 +154,12 @@ class Network:
             layer.merge()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
-        changes is not copied. Of several ranks all call it, and the first one gets the weights."""
+        """Copies of the weights to compute with, on the host, adapters merged, under the names of the model folder; what
+        is there and never changes is not copied. Of several ranks all call it, and the first one gets the weights."""
         if self._ranks.size > 1:
             whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)
-            return {n: weight for n, weight in whole if self._ranks.is_first}
-        return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
+            return {n: weight.cpu() for n, weight in whole if self._ranks.is_first}
+        return {n: p.detach().to("cpu", copy=id(p) in self._changing) for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`weights`, under the names that the module's parameters have with adapters."""
@@ -171,10 +173,10 @@ class Network:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
 
     def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `tensors`, of all ranks together: copies, made one by one. All ranks call it."""
+        """As `tensors`, of all ranks together: copies on the host, made one by one. All ranks call it."""
         shapes = [p.shape for p in self.parameters for _ in (WEIGHT, *MOMENTS)]
         for (name, local), shape in zip(self.tensors(), shapes, strict=True):
-            yield name, self._ranks.whole(local, shape).clone()
+            yield name, self._ranks.whole(local, shape).to("cpu", copy=True)
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
@@ -187,9 +189,11 @@ class Network:
 
     @property
     def sends_masters(self) -> bool:
-        """Whether the weights sent to engines are the masters, under the same names."""
-        return len(self._sent) == len(self.masters) and all(
-            p is master for p, master in zip(self.parameters, self.masters, strict=True)
+        """Whether the weights sent to engines are the masters themselves, under the same names."""
+        return (
+            self._ranks.device.type == "cpu"
+            and len(self._sent) == len(self.masters)
+            and all(p is master for p, master in zip(self.parameters, self.masters, strict=True))
         )
 
     def frozen_digest(self) -> str:
@@ -234,8 +238,8 @@ class TrainerState:
         self._snapshot: PolicySnapshot | None = None  # of the newest version that was asked for
         self._entries: tuple[TensorEntry, ...] = ()  # of the policy's masters
         self.weights_digest = self._digest_weights()
-        """SHA-256 over the entries (name, dtype, shape, SHA-256 of the bytes) of all masters of policy and critic, and
-        over the weights that adapters are added to."""
+        """SHA-256 over the entries (name, dtype, shape, `local_digest` of the bytes) of all masters of policy and
+        critic, and over the weights that adapters are added to."""
 
     def become(self, other: "TrainerState") -> None:
         """Of a draft: becomes a bitwise copy of the committed state."""
@@ -331,21 +335,22 @@ class TrainerState:
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each of `tokens` but the first, under the current weights."""
-        row = torch.tensor([list(tokens)], dtype=torch.int64)
+        row = torch.tensor([list(tokens)], dtype=torch.int64, device=self._ranks.device)
         with self._lock, torch.no_grad():
             logprobs, _ = token_logprobs(self.policy.module(input_ids=row, use_cache=False).logits, row)
         return tuple(float(x) for x in logprobs[0, 1:])
 
     def export(self, *, whole: bool = False) -> tuple[dict[str, torch.Tensor], str]:
-        """The state for a replacement: copies of all tensors, of several ranks this rank's rows, and the matching JSON
-        meta. `whole`: of all ranks together, at the first one; then all call it.
+        """The state for a replacement: copies of all tensors on the host, of several ranks this rank's rows, and the
+        matching JSON meta. `whole`: of all ranks together, at the first one; then all call it.
         """
         with self._lock:
             if whole and self._ranks.size > 1:
                 found = (named for network in self._networks for named in network.whole_tensors())
                 tensors = {name: t for name, t in found if self._ranks.is_first}
             else:
-                tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
+                named = (pair for network in self._networks for pair in network.tensors())
+                tensors = {name: t.to("cpu", copy=True) for name, t in named}
             meta = {
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
@@ -402,7 +407,9 @@ class TrainerState:
         return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
-        self._entries, *critic = (entries_of(dict(zip(n.names, n.masters, strict=True))) for n in self._networks)
+        self._entries, *critic = (
+            entries_of(dict(zip(n.names, n.masters, strict=True)), local_digest) for n in self._networks
+        )
         prefixed = (replace(e, name=f"{CRITIC}{e.name}") for entries in critic for e in entries)
         masters = entries_digest((*self._entries, *prefixed))
         return hashlib.sha256((self._frozen + masters).encode()).hexdigest() if self._frozen else masters

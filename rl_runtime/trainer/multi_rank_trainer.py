@@ -33,9 +33,8 @@ class MultiRankTrainer:
         self._store = EpochStore(LOOPBACK, RANKS_TIMEOUT_SECONDS)
         at = self._store.host, self._store.port
         self.ranks = FurtherRanks(spawn, job, size=size, body=f"{__name__}:further_rank", details=(address, at))
-        self._service = make_service(
-            spawn, job, address=address, ranks=_ranks(0, size, at, spawn.device), injection=injection
-        )
+        ranks = _ranks(0, size, at, spawn.device)
+        self._service = make_service(spawn, job, address=address, ranks=ranks, injection=injection)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)

@@ -154,8 +154,9 @@ class Network:
             layer.merge()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights to compute with, on the host, adapters merged, under the names of the model folder; what
-        is there and never changes is not copied. Of several ranks all call it, and the first one gets the weights."""
+        """Copies of the weights to compute with, adapters merged, on the host, under the names of the model folder;
+        what is there and never changes is not copied. Of several ranks all call it, and the first one gets the
+        weights."""
         if self._ranks.size > 1:
             whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)
             return {n: weight.cpu() for n, weight in whole if self._ranks.is_first}

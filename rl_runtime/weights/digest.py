@@ -77,9 +77,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def device_digest(tensor: torch.Tensor) -> str:
     """128 bits over the tensor's raw bytes, computed on its device: hex, the same on every device.
 
-    For each of two lanes the sum, modulo 2^64, of mix(word + lane * position) over the 64-bit words, the last one padded
-    with zeros. `mix` is a bijection, so that any change of one word changes both sums; integer sums do not depend on
-    their order. Dtype and shape are not covered: they belong to the entry.
+    For each of two lanes the sum, modulo 2^64, of mix(word + lane * position) over the 64-bit words, the last one
+    padded with zeros. `mix` is a bijection, so that any change of one word changes both sums; integer sums do not
+    depend on their order. Dtype and shape are not covered: they belong to the entry.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     totals = [0, 0]

@@ -98,7 +98,8 @@ class Operations:
 
     # Long operations each run in a thread of the pool.
 
-    def start(self, what: Start, *, node_is_dead: bool) -> None:
+    def start(self, what: Start, *, refusal: str) -> None:
+        """`refusal`: why its node cannot take it; empty if it can."""
         record = Actual(
             replica=what.replica,
             incarnation=what.incarnation,
@@ -108,8 +109,8 @@ class Operations:
             because=what.because,
         )
         self._begin(record)
-        if node_is_dead:
-            self.lose(record, f"{what.node} has no raylet any more")
+        if refusal:
+            self.lose(record, refusal)
             return
         self._submit([(what.replica, what.incarnation)], lambda: self._start(record))
 

@@ -113,7 +113,7 @@ def timed(service: TrainerService) -> Parts:
     group = service.replica._group
     assert group is not None
     for owner, name, part in (
-        (trainer, "tensor_digest", "digest of the gradient"),
+        (trainer, "local_digest", "digest of the gradient"),
         (group, "all_reduce", "copy of the sum for the reduce"),
         (service.replica, "_reduce_and_vote", "ballots"),
         (service.replica, "_refuse_disagreement", "ballots"),

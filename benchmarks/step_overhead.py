@@ -142,7 +142,7 @@ def plain_step(service: TrainerService, mine: Sequence[Microbatch]) -> float:
 
     replica, state = service.replica, service.replica.state
     began = time.perf_counter()
-    sums = torch.zeros(state.num_parameters, dtype=torch.float64)
+    sums = torch.zeros(state.num_parameters, dtype=torch.float64, device=replica.ranks.device)
     for microbatch in mine:
         gradient, _ = replica._gradients.of(state, microbatch)
         sums += gradient

@@ -3,6 +3,7 @@
 pytest tests/rl_runtime/test_device.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, gpus_of_nodes, num_gpus
+from rolecall.rl_runtime.rollout.engine import EngineSettings, _device_arguments
 
 NONE = Hardware(gpus=(), is_cuda_build=False)
 EIGHT = Hardware(gpus=tuple("01234567"), is_cuda_build=True)
@@ -90,3 +92,11 @@ def test_an_actor_requests_a_gpu_for_each_rank_where_its_role_computes() -> None
     wanted = {"trainer/1": 2, "rollout/0": 4, "standby/0": 4, "reward/0": 0, "controller/0": 0}
     assert {name: num_gpus(ReplicaId(name), "cuda", runtime) for name in wanted} == wanted
     assert {num_gpus(ReplicaId(name), "cpu", runtime) for name in wanted} == {0}
+
+
+def test_an_engine_is_sized_by_bytes_on_a_cpu_and_by_its_share_on_a_gpu() -> None:
+    on_cpu = EngineSettings(model_dir="m", kv_cache_bytes=1 << 20)
+    assert _device_arguments(on_cpu) == {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 20}
+    on_gpu = EngineSettings(model_dir="m", device="cuda", memory_share=0.5)
+    assert _device_arguments(on_gpu) == {"enforce_eager": False, "gpu_memory_utilization": 0.5}
+    assert _device_arguments(replace(on_gpu, cuda_graphs=False))["enforce_eager"]

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.ranks import Ranks
 from rolecall.rl_runtime.trainer.service import TrainerService
 from rolecall.rl_runtime.weights.digest import device_digest, tensor_digest
+
+sys.path.insert(0, str(common.ROOT))
+from tests.agent.nvml.record import record
 from tests.rl_runtime.multi_rank_process import MultiRankProcess, join, tell_step
 from tests.rl_runtime.trainer_process import LEDGER, make_microbatches
 
@@ -47,13 +50,16 @@ NAME = ReplicaId("trainer/0")
 
 
 def job_of(folder: Path, shape: dict[str, int]) -> JobConfig:
+    """A step is 2,048 answers of up to 68 tokens, computed 4,096 tokens at a time."""
+    sizes = (8, 16, 16) if shape is SHAPE else (4, 1, 2)
+    batch = dict(zip(("microbatches_per_step", "groups_per_microbatch", "group_size"), sizes, strict=True))
     head_dim = 128 if shape is SHAPE else 32
     write_model_folder(folder, ModelConfig(**shape, head_dim=head_dim), seed=0)
     return parse_job(
         {
             "model": {"path": str(folder), "dtype": "bfloat16"},
             "task": {"num_digits": 64},
-            "algorithm": {"name": "grpo", "microbatches_per_step": 8, "groups_per_microbatch": 4, "group_size": 8},
+            "algorithm": {"name": "grpo", "microbatch_tokens_max": 4096, **batch},
             "runtime": {"transfer_timeout_seconds": 120.0},
         }
     )
@@ -70,7 +76,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 def digests(device: DeviceName, num_bytes: int) -> Iterator[str]:
     words = torch.randint(-(2**62), 2**62, (num_bytes // 8,), generator=torch.Generator().manual_seed(0))
-    there = words.to(device)
+    there = words.to(device, copy=True)
     assert device_digest(there) == device_digest(words), "the digest depends on the device"
     there[-1] ^= 1
     assert device_digest(there) != device_digest(words), "the digest does not show a flipped bit"
@@ -112,29 +118,20 @@ def overhead(run: RunDir, job: JobConfig, device: DeviceName, pairs: int) -> Ite
     service.close()
 
 
-@contextmanager
-def replicas(run: RunDir, job: JobConfig, device: DeviceName) -> Iterator[list[MultiRankProcess]]:
-    """Two, and one that takes the place of the second."""
-    made = [MultiRankProcess(run, i, job, n, device=device) for i, n in ((0, 1), (1, 1), (1, 2))]
-    try:
-        for one in made:
-            one.answer()
-        yield made
-    finally:
-        for one in made:
-            one.close()
-
-
 def commit_and_copy(run: RunDir, job: JobConfig, device: DeviceName) -> Iterator[str]:
-    with replicas(run, job, device) as (survivor, victim, replacement):
+    with ExitStack() as stack:
+        made = [MultiRankProcess(run, i, job, n, device=device) for i, n in ((0, 1), (1, 1), (1, 2))]
+        for one in made:
+            stack.callback(one.close)
+            one.answer()
+        survivor, victim, replacement = made
 
         def step(number: int, epoch: int, *members: MultiRankProcess) -> float:
-            join(epoch, *members)
-
             def together() -> None:
                 tell_step(job, epoch, number, *members)
                 assert len({member.answer().commit for member in members}) == 1, "the members disagree"
 
+            join(epoch, *members)
             return seconds_of(together)
 
         step(0, 1, survivor, victim)
@@ -148,10 +145,7 @@ def commit_and_copy(run: RunDir, job: JobConfig, device: DeviceName) -> Iterator
 def tools(device: DeviceName) -> Iterator[str]:
     """The agent's collector, doctor and burn-in, on this machine."""
     if device == "cuda":
-        from rolecall.core.clock import SystemClock
-        from tests.agent.nvml.record import record
-
-        state = record(clock=SystemClock())
+        state = record()
         path = common.ROOT / "tests" / "agent" / "nvml" / f"{common.hardware()}.state.json"
         path.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
         known = sum(1 for key in state if key.startswith("0."))
@@ -188,8 +182,8 @@ def main() -> int:
         job = job_of(folder / "model", shape)
         for title, part in (
             ("Digest", digests(device, 1 << 20 if args.trial else DIGEST_BYTES)),
-            ("Step", overhead(create_run_dir(folder, "alone"), job, device, 2 if args.trial else args.pairs)),
             ("Two replicas on one device", commit_and_copy(create_run_dir(folder, "two"), job, device)),
+            ("Step", overhead(create_run_dir(folder, "alone"), job, device, 2 if args.trial else args.pairs)),
             ("Tools", tools(device)),
         ):
             lines += ["", f"## {title}", "", *part]

@@ -52,6 +52,8 @@ STAGGER_SECONDS = 0.05
 """Delay between two raylets: raylets started simultaneously on one file system sometimes crash."""
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
+NONE_FOR_NONE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""An actor that requests no GPU sees none of its node's."""
 
 
 @dataclass(slots=True)
@@ -223,7 +225,7 @@ class Cluster:
             head=head,
             num_gpus=len(self.gpus.get(node, ())),
         )
-        visible = {VISIBLE_DEVICES: ",".join(self.gpus.get(node, ()))} if self.gpus else {}
+        visible = {VISIBLE_DEVICES: ",".join(self.gpus.get(node, ())), **NONE_FOR_NONE} if self.gpus else {}
         started = self._start(f"raylet-{node}", argv, node, **visible)
         folder = self.run.node_dir(node)
         folder.mkdir(parents=True, exist_ok=True)

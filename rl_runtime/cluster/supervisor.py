@@ -350,7 +350,7 @@ class Supervisor:
             a for a in fleet.actual.values() if a.node == what.node and a.state in LIVING and a.replica != what.replica
         ]
         used = sum(num_gpus(a.replica, "cuda", self.job.runtime) for a in others)
-        needed, there = num_gpus(what.replica, "cuda", self.job.runtime), len(self.cluster.gpus[what.node])
+        needed, there = num_gpus(what.replica, "cuda", self.job.runtime), len(self.cluster.gpus.get(what.node, ()))
         if used + needed <= there:
             return ""
         return f"{what.node} has {counted(there, 'GPU')}: {used} used, {needed} needed"

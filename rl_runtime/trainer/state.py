@@ -66,10 +66,9 @@ class Network:
     ) -> None:
         """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
         self.module, self.prefix, self._ranks = module, prefix, ranks
+        module.to(ranks.device)
         if ranks.size > 1:
-            ranks.shard(module)  # on the device
-        else:
-            module.to(ranks.device)
+            ranks.shard(module)
         everything = sorted(module.named_parameters())  # a tied parameter appears once
         named = [(n, p) for n, p in everything if p.requires_grad]
         self.names: tuple[str, ...] = tuple(n for n, _ in named)

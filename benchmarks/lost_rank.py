@@ -1,14 +1,14 @@
 """What does the loss of one rank cost, in replicas of several ranks?
 
-    python benchmarks/lost_rank.py                 one run, every fault in turn; the report, about 12 minutes
+    python benchmarks/lost_rank.py                 one run, every fault in turn; the report, about 15 minutes
     python benchmarks/lost_rank.py --repeat 3      three runs
     python benchmarks/lost_rank.py --report-only   the report again
 
 A run of two trainers of two FSDP2 ranks and two tensor-parallel engines of two ranks, mode act. One further rank after
-another is killed, or stopped and left so, at a checkpoint of its work: before the forward pass of a microbatch, at a
-bucket of the reduce (the last of which is the vote), and in an engine step. The next fault comes once the incident is
-closed and three more steps are committed. Times are from the journal, on one host: from the finding to the next commit,
-and until the replacement serves again. Each fault is a line of `results/lost_rank.jsonl`.
+another is killed, or stopped and left so: at each stage of a trainer's step, in the copy for a checkpoint, in the copy
+of the state that a replacement makes (then a rank of the replacement is lost), and in an engine step. The next fault
+comes once the incident is closed and three more steps are committed. Times are from the journal, on one host: from the
+finding to the next commit, and until the replacement serves. Each fault is a line of `results/lost_rank.jsonl`.
 """
 
 import argparse
@@ -28,27 +28,40 @@ import common
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual
 from rolecall.core.rundir import RunDir
-from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection, _replicas
-from rolecall.rl_runtime.faults.process_side import BUCKET, ENGINE_STEP, MICROBATCH
+from rolecall.rl_runtime.faults import injector
+from rolecall.rl_runtime.faults.injector import InjectionTarget, _further_ranks, _Injection, _replicas
+from rolecall.rl_runtime.faults.process_side import (
+    BACKWARD,
+    BUCKET,
+    COPY,
+    ENGINE_STEP,
+    MICROBATCH,
+    SNAPSHOT,
+    VOTE,
+)
 
 LINES = common.RESULTS / "lost_rank.jsonl"
 RUNS = common.ROOT / "runs"
 FAULTS = [
-    *(("trainer", at, how) for at in (MICROBATCH, BUCKET) for how in ("kill", "stop")),
+    *(("trainer", at, how) for at in (MICROBATCH, BACKWARD, BUCKET, VOTE, SNAPSHOT, COPY) for how in ("kill", "stop")),
     *(("rollout", ENGINE_STEP, how) for how in ("kill", "stop")),
 ]
+KINDS = {"kill": "kill", "stop": "hang"}
 BARS = {"commit": 3.0, "serving": 20.0}
 STEPS_BETWEEN = 3
 START_SECONDS, FAULT_SECONDS, END_SECONDS = 400.0, 240.0, 60.0
 POLL_SECONDS = 0.5
 STOP_SECONDS_MAX = 200.0
+injector.MEET_SECONDS = 120.0  # a replacement reaches its copy only when it has started
 JOB = """
 name: ranks
 seed: {seed}
 num_steps: 100000
 injection_allowed: true
 roles: {{trainer: 2, rollout: 2, reward: 1}}
+checkpoint: {{every_steps: 3}}
 runtime: {{trainer_ranks: 2, rollout_ranks: 2, standbys: 0, startup_timeout_seconds: 400}}
 recovery: {{mode: act, evictions_per_hour_max: 60, retries_per_replica_max: 20}}
 """
@@ -70,19 +83,20 @@ def times_of(run: RunDir, kind: EventKind, after: float) -> list[float]:
 
 def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
     """Injects it into a further rank of the last replica, waits for its end, and measures."""
-    target: InjectionTarget = until(
-        f"a further rank of {role}",
-        FAULT_SECONDS,
-        lambda: next((t for t in reversed(_replicas(run, role)) if " rank " in t.target and t.lives), None),
-    )
-    injection = _Injection(run, f"{role}-{how}", at, how, STOP_SECONDS_MAX, SystemClock())
+    target = further_rank(run, role)
+    if at == COPY:
+        _Injection(run, "trainer-kill", "", "kill", STOP_SECONDS_MAX, SystemClock()).perform([target])
+        target = until("the replacement's rank", FAULT_SECONDS, lambda lost=target: successor(run, lost))
+    injection = _Injection(run, f"{role}-{KINDS[how]}", at, how, STOP_SECONDS_MAX, SystemClock())
     begun = time.time()
-    injection.perform([target])  # of a stop: returns when the target has been ended
+    met = injection.perform([target])["met"]  # of a stop: returns when the target has been ended
 
     def closed() -> dict[str, Any] | None:
         with closing(Journal(run.database_url, create=False)) as journal:
             events = [e for e in journal.events() if e.wall_at > begun]
-        opened = next((e for e in events if e.kind is EventKind.INCIDENT_OPENED), None)
+        # A lost copy is found while the incident of the rank lost before it is open.
+        of_this = lambda e: f"incarnation {target.incarnation})" in e.payload.diagnosis.because
+        opened = next((e for e in events if e.kind is EventKind.INCIDENT_OPENED and of_this(e)), None)
         if opened is None:
             return None
         own = {e.kind: e.wall_at for e in events if e.incident_id == opened.incident_id}
@@ -100,6 +114,7 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
             "role": role,
             "at": at,
             "how": how,
+            "met": met,
             "named": suspect is not None and (suspect.replica, suspect.rank) == (replica, int(rank)),
             "fault": str(diagnosis.diagnosis.fault_class),
             "others": sum(e.kind is EventKind.INCIDENT_OPENED for e in events) - 1,
@@ -115,6 +130,28 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
         "further steps", FAULT_SECONDS, lambda: times_of(run, EventKind.STEP_COMMITTED, since)[STEPS_BETWEEN:] or None
     )
     return line
+
+
+def further_rank(run: RunDir, role: str) -> InjectionTarget:
+    """Of the last replica of `role`, once all serve."""
+
+    def found() -> InjectionTarget | None:
+        targets = _replicas(run, role)
+        further = [t for t in targets if " rank " in t.target and t.lives]
+        return further[-1] if len(further) == 2 else None
+
+    return until(f"a further rank of {role}", FAULT_SECONDS, found)  # type: ignore[no-any-return]
+
+
+def successor(run: RunDir, lost: InjectionTarget) -> InjectionTarget | None:
+    """The same rank of the next incarnation, as soon as its process runs."""
+    replica = lost.target.partition(" rank ")[0]
+    with closing(Journal(run.database_url, create=False)) as journal:
+        record: Actual | None = journal.current().get(replica)
+    if record is None or record.incarnation == lost.incarnation:
+        return None
+    first = InjectionTarget(target=replica, pid=0, start_ticks=0, node=record.node, incarnation=record.incarnation)
+    return next((t for t in _further_ranks(run, [first]) if t.lives), None)
 
 
 def one_run(seed: int) -> None:

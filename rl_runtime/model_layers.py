@@ -89,23 +89,32 @@ def target_layers(model: Any, settings: LoraSettings) -> list[str]:
 
 
 class AdaptedLayer:
-    """One adapted layer of a network. `weight`: the merged one, which it computes with; never a trained parameter."""
+    """One adapted layer of a network. `weight`: the merged one, which it computes with; never a trained parameter.
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    Of a sharded network, a rank merges its rows of the weight: the product of its rows of B and all of A.
+    """
+
+    def __init__(self, layer: Any, local: Callable[[nn.Parameter], Tensor], whole: Callable[[Any], Tensor]) -> None:
+        """`local`: this rank's rows of a parameter, in the same memory; `whole`: those of all ranks, which all call."""
+        self._layer, self._whole = layer, whole
         self.weight: nn.Parameter = layer.base_layer.weight
-        self._base = self.weight.detach().clone()
+        self._rows, self._b = local(self.weight), local(layer.lora_B[ADAPTER].weight)
+        self._base = self._rows.clone()
 
     @torch.no_grad()
     def merge(self) -> None:
         """Sets `weight` from the adapters. In float64 and rounded once, so that each trainer has the same bits."""
-        a, b = (adapters[ADAPTER].weight.double() for adapters in (self._layer.lora_A, self._layer.lora_B))
-        self.weight.copy_(self._base.double().addmm_(b, a, alpha=self._layer.scaling[ADAPTER]))
+        a = self._whole(self._layer.lora_A[ADAPTER].weight).double()
+        merged = self._base.double().addmm_(self._b.double(), a, alpha=self._layer.scaling[ADAPTER])
+        self._rows.copy_(merged)
 
 
-def adapted_layers(module: nn.Module) -> list[AdaptedLayer]:
-    """Without adapters, an empty list. The weights of the module must be those of its model folder, in their dtype."""
-    return [AdaptedLayer(layer) for layer in module.modules() if hasattr(layer, "lora_A")]
+def adapted_layers(
+    module: nn.Module, local: Callable[[nn.Parameter], Tensor], whole: Callable[[Any], Tensor]
+) -> list[AdaptedLayer]:
+    """Without adapters, an empty list. The weights of the module must be those of its model folder, in their dtype.
+    `local`, `whole`: as in `AdaptedLayer`."""
+    return [AdaptedLayer(layer, local, whole) for layer in module.modules() if hasattr(layer, "lora_A")]
 
 
 def is_adapter(name: str) -> bool:

@@ -54,7 +54,6 @@ class RankStart:
     rank: int
     size: int
     body: str  # module:function, called as Body
-    details: Any  # for the body
     leader_pid: int
 
     def injection(self) -> faults.Injection:
@@ -64,14 +63,15 @@ class RankStart:
 Next = Callable[[], tuple[str, tuple[Any, ...]]]
 """Waits for the next call: (name, arguments)."""
 Body = Callable[[RankStart, Next, Callable[[Any], None]], None]
-"""What a further rank does: obeys calls, and answers those that ask for an answer."""
+"""What a further rank does: obeys calls, and answers those that ask for an answer. The first call gives it what it
+needs to begin."""
 
 
 class FurtherRanks:
     """Those of one replica, in the process of its first rank."""
 
-    def __init__(self, spawn: ActorSpec, job: JobConfig, *, size: int, body: str, details: Any) -> None:
-        """Starts them, without waiting until they are ready."""
+    def __init__(self, spawn: ActorSpec, job: JobConfig, *, size: int, body: str) -> None:
+        """Starts them. They import what they need, and wait for their first call."""
         self._spawn, self._size = spawn, size
         self._lock = threading.Lock()
         self._finishing = False
@@ -87,7 +87,6 @@ class FurtherRanks:
                     rank=rank,
                     size=size,
                     body=body,
-                    details=details,
                     leader_pid=os.getpid(),
                 )
                 self._start(start)

@@ -10,15 +10,13 @@ A replica skips tokens of versions that it does not hold, for example after it h
 """
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from rolecall.core.config.data import SamplingConfig
-from rolecall.rl_runtime.algorithms.batching import chunks
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
 from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, sampled_logits
 
@@ -27,8 +25,6 @@ VERSIONS_KEPT: Final = 2
 SHARE: Final = 16
 """One row in `SHARE` of a step is recomputed: a sixteenth of a forward pass, about 2 % of a step's arithmetic."""
 
-Weights = Mapping[str, Tensor]
-
 
 def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
     """Whether this microbatch is the one of `step` whose rows are recomputed; the same at each replica."""
@@ -36,9 +32,9 @@ def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
 
 
 def rows_to_ask(
-    versions_st: Tensor, previous: Mapping[int, Weights], step: int, *, microbatches: int
+    versions_st: Tensor, previous: Collection[int], step: int, *, microbatches: int
 ) -> tuple[int, list[int]] | None:
-    """(previous version with the most tokens here, rows with such tokens); None without any token of a kept version.
+    """(one of the `previous` versions, that with the most tokens here; rows with such tokens); None without any.
 
     `microbatches`: number in the step; this one represents all of them.
     """
@@ -53,33 +49,33 @@ def rows_to_ask(
 
 @torch.no_grad()
 def recomputed_log_probs(
-    module: Any,
+    logits_of: Callable[[int, Tensor], Tensor],
     batch: Batch,
-    previous: Mapping[int, Weights],
+    previous: Collection[int],
     step: int,
     *,
     microbatches: int,
     sampling: SamplingConfig = SamplingConfig(),
-    tokens_max: int | None = None,
+    cut: Callable[[Sequence[int]], Iterable[Sequence[int]]],
 ) -> Tensor:
     """(S,): largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 for a
     row that was not asked or has no comparable token.
 
-    `module`: the policy; its own weights are not used. `tokens_max`: of one forward pass.
+    `logits_of`: logits under a version of `previous`. `cut`: rows by their lengths -> the places of those of each
+    forward pass here; the rows of other ranks, which it leaves out, stay -1.
     """
     apart_s = torch.full_like(batch.rewards_s, -1.0)
     found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
         return apart_s
     version, rows = found
-    weights = {name: weight.to(batch.tokens_st.device) for name, weight in previous[version].items()}
     ends = [int(batch.response_st[row].nonzero().max()) + 1 for row in rows]
-    for chunk in chunks(ends, tokens_max):
+    for chunk in cut(ends):
         some, end = [rows[i] for i in chunk], max(ends[i] for i in chunk)
         tokens = batch.tokens_st[some, :end]
-        out = functional_call(module, weights, kwargs={"input_ids": tokens, "use_cache": False})
-        logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
+        logits = logits_of(version, tokens)
+        logprobs, _ = token_logprobs(sampled_logits(logits, tokens, sampling), tokens)
         sampled = batch.sampler_logprobs_st[some, :end]
-        versions = torch.where(comparable(out.logits, sampling), batch.versions_st[some, :end], -1)
+        versions = torch.where(comparable(logits, sampling), batch.versions_st[some, :end], -1)
         apart_s[some] = disagreement(logprobs, sampled, versions, version)
     return apart_s

@@ -150,6 +150,13 @@ class _Actor:
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         raise NotImplementedError
 
+    def _start_ranks(self, size: int, module: str) -> FurtherRanks | None:
+        """The further ranks of a replica of `size`; None if it has none. To be called before the first rank imports
+        torch, so that all import it at the same time."""
+        if size > 1:
+            self._further_ranks = FurtherRanks(self._spawn, self._job, size=size, body=f"{module}:further_rank")
+        return self._further_ranks
+
     def _injection(self) -> faults.Injection:
         """An injection agreement for the threads of one component."""
         return faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
@@ -209,21 +216,21 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 
 
 @_forwards(
-    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
-    work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint"),
+    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest", "write_checkpoint"),
+    work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "take_snapshot"),
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
+        ranks = self._start_ranks(job.runtime.trainer_ranks, "rolecall.rl_runtime.trainer.multi_rank_trainer")
         from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
         from rolecall.rl_runtime.trainer.ranks import Ranks
 
         address = _node_address()
-        if job.runtime.trainer_ranks > 1:
-            self._served = MultiRankTrainer(spawn, job, address=address, injection=self._injection)
-            self._further_ranks = self._served.ranks
+        if ranks is not None:
+            self._served = MultiRankTrainer(spawn, job, ranks, address=address, injection=self._injection)
         else:
-            ranks = Ranks(device=spawn.device)
-            self._served = make_service(spawn, job, address=address, ranks=ranks, injection=self._injection)
+            alone = Ranks(device=spawn.device)
+            self._served = make_service(spawn, job, address=address, ranks=alone, injection=self._injection)
         reporter.enter_phase(Phase.WAIT)
 
 
@@ -234,6 +241,7 @@ class RolloutActor(_Actor):
     """Also a standby, until it is promoted."""
 
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
+        ranks = self._start_ranks(job.runtime.rollout_ranks, "rolecall.rl_runtime.rollout.multi_rank_engine")
         from rolecall.rl_runtime.rollout.engine import EngineSettings
         from rolecall.rl_runtime.rollout.rollout import RolloutReplica
         from rolecall.rl_runtime.weights.proof import CANARY
@@ -252,13 +260,13 @@ class RolloutActor(_Actor):
             cuda_graphs=job.runtime.rollout_cuda_graphs,
         )
         several: dict[str, Any] = {}
-        if settings.num_ranks > 1:
-            from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, start_ranks
+        if ranks is not None:
+            from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, first_place
 
-            place, self._further_ranks = start_ranks(spawn, job, settings)
+            place = first_place(spawn, settings, ranks)
             several = {
-                "make_engine": partial(MultiRankEngine, place=place, ranks=self._further_ranks),
-                "on_promotion": self._further_ranks.become,
+                "make_engine": partial(MultiRankEngine, place=place, ranks=ranks),
+                "on_promotion": ranks.become,
             }
         self._served = RolloutReplica(
             replica=spawn.replica,

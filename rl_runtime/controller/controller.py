@@ -36,6 +36,7 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
+from rolecall.rl_runtime.controller.checkpoints import Checkpoints
 from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
 from rolecall.rl_runtime.controller.evaluation import Evaluation
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
@@ -167,6 +168,12 @@ class Controller:
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)
+        )
+        self.checkpoints = Checkpoints(
+            every_steps=job.checkpoint.every_steps,
+            trainers=self.trainers,
+            tasks=tasks,
+            on_written=lambda path, step: recorder.event(CheckpointWritten(path=path, step=step)),
         )
 
     def _on_finished(self) -> None:
@@ -304,8 +311,7 @@ class Controller:
         await self._publish()
         self.batches.issue()
         self.evaluation.turn()
-        if self.state.step % self.job.checkpoint.every_steps == 0:
-            await self._checkpoint()
+        await self.checkpoints.after_step(self.state.step - 1)
 
     async def _begin(self) -> None:
         """Takes over from an earlier controller, if any, including its unfinished step."""
@@ -435,13 +441,9 @@ class Controller:
             self.rollouts.publish(*found)
         self.rollouts.wake_all()
 
-    async def _checkpoint(self) -> None:
-        path = await self.trainers.checkpoint()
-        if path is not None:
-            self.recorder.event(CheckpointWritten(path=path, step=self.state.step - 1))
-
     async def _recover(self, because: str) -> None:
         """Continues from the newest checkpoint, reopens groups trained after it, and keeps a valid plan."""
+        await self.checkpoints.settled()  # else it would appear later, with steps that are undone here
         loaded = await self.trainers.recover()
         step, plan = self.trainers.committed_step, self.state.plan
         interrupted = StepInterrupted(
@@ -491,4 +493,4 @@ class Controller:
 
     async def _finish_state(self) -> None:
         await self._reconcile()
-        await self._checkpoint()
+        await self.checkpoints.last()

@@ -466,11 +466,24 @@ class TrainerGroup:
             return found, [self._holders[m] for m in self.members if m in self._holders and m not in self._lost]
         return None
 
-    async def checkpoint(self) -> str | None:
-        """Path of the checkpoint that one member wrote; None if none could."""
-        for member, port in reversed(list(self.members.items())):
+    async def take_snapshot(self, passed_over: int) -> tuple[TrainerPort, int] | None:
+        """A member that has copied its state, and the step of that; None if none could.
+
+        `passed_over`: number of members to ask last, since the checkpoint could not be written by them.
+        """
+        members = list(reversed(self.members.items()))
+        start = passed_over % len(members) if members else 0
+        for member, port in members[start:] + members[:start]:
             try:
-                return await port.save_checkpoint(self._folder, self._keep)
-            except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:
-                logger.warning("%s#%d wrote no checkpoint: %s", *member, e)
+                return port, await port.take_snapshot()
+            except (ReplicaExited, DeadlineExceeded) as e:
+                logger.warning("%s#%d has no copy of its state: %s", *member, e)
         return None
+
+    async def write_checkpoint(self, writer: TrainerPort) -> str | None:
+        """Path of the checkpoint that `writer` wrote of its copy; None if it could not."""
+        try:
+            return await writer.write_checkpoint(self._folder, self._keep)
+        except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable, StaleIncarnation) as e:
+            logger.warning("%s wrote no checkpoint: %s", writer, e)
+            return None

@@ -1,6 +1,6 @@
 """The in-process half of fault injection: a process injects faults into itself at named checkpoints, on request.
 
-A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's
+A process calls `checkpoint(name)` at each place where work may be interrupted (the constants below). Without the job's
 permission this costs one comparison. With it, at most one `stat` per `CHECK_SECONDS` of
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
@@ -26,8 +26,12 @@ from rolecall.core.rundir import RunDir, write_atomically
 CHECK_SECONDS = 0.05
 """Period at which a permitted process checks for a request; a stat takes about 2 microseconds."""
 MEET_POLL_SECONDS = 0.002
-MICROBATCH = "microbatch"
-BUCKET = "bucket"
+MICROBATCH = "microbatch"  # before its forward pass
+BACKWARD = "backward"
+BUCKET = "bucket"  # of the reduce, or the vote after the last one
+VOTE = "vote"
+COPY = "copy"  # of another trainer's state
+SNAPSHOT = "snapshot"  # for a checkpoint
 ENGINE_STEP = "engine_step"
 WEIGHTS = "weights"
 SCORE = "score"

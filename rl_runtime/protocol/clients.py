@@ -153,9 +153,13 @@ class TrainerPort(RoleClient):
         """Loads the newest good checkpoint, or the run's initial weights if there is none."""
         return cast(LoadedCheckpoint, await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", folder))
 
-    async def save_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written; removes all but the newest `keep`."""
-        return cast(str, await self._ask(CHECKPOINT_SECONDS, "save_checkpoint", folder, keep))
+    async def take_snapshot(self) -> int:
+        """Copies its state, for `write_checkpoint`. Returns the step of the state."""
+        return cast(int, await self._ask(CHECKPOINT_SECONDS, "take_snapshot"))
+
+    async def write_checkpoint(self, folder: str, keep: int) -> str:
+        """Path of the checkpoint written, of the newest snapshot; removes all but the newest `keep`."""
+        return cast(str, await self._ask(CHECKPOINT_SECONDS, "write_checkpoint", folder, keep))
 
     async def last_result(self) -> StepResult | None:
         return cast("StepResult | None", await self._ask(CONTROL_SECONDS, "last_result"))

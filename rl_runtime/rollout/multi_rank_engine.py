@@ -18,13 +18,12 @@ from safetensors.torch import save as bytes_of
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import SystemClock
-from rolecall.core.config.job import JobConfig
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.processes import ray_dir
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.rank_processes import FurtherRanks, Next, RankStart
-from rolecall.rl_runtime.rollout.engine import EnginePlace, EngineSettings, NewTokens, VllmEngine
+from rolecall.rl_runtime.rollout.engine import EnginePlace, EngineSettings, NewTokens, VllmEngine, import_vllm
 from rolecall.rl_runtime.rollout.worker_extension import Storage
 
 ANSWER_SECONDS: Final = 20.0
@@ -75,16 +74,17 @@ class MultiRankEngine(VllmEngine):
         self._ranks.finish()  # the process exits next; taking down a group waits for ranks that are gone
 
 
-def start_ranks(spawn: ActorSpec, job: JobConfig, settings: EngineSettings) -> tuple[EnginePlace, FurtherRanks]:
-    """Starts the further ranks of an engine; (place of the first one, the others)."""
+def first_place(spawn: ActorSpec, settings: EngineSettings, ranks: FurtherRanks) -> EnginePlace:
+    """Of the first rank; the others begin with theirs."""
     folder = ray_dir(spawn.run.path) or Path(tempfile.gettempdir())  # removed with the run
     file = str(folder / f"engine-{os.getpid()}:{secrets.token_hex(4)}")
-    ranks = FurtherRanks(spawn, job, size=settings.num_ranks, body=f"{__name__}:further_rank", details=(settings, file))
-    return EnginePlace(rank=0, file=file), ranks
+    ranks.tell("begin", settings, file)
+    return EnginePlace(rank=0, file=file)
 
 
 def further_rank(start: RankStart, next_call: Next, answer: Callable[[Any], None]) -> None:
-    settings, file = start.details
+    import_vllm()
+    _, (settings, file) = next_call()
     engine = VllmEngine(settings, EnginePlace(rank=start.rank, file=file))
     injection, clock = start.injection(), SystemClock()
     reporter.enter_phase(Phase.IDLE)

@@ -19,22 +19,29 @@ from rolecall.rl_runtime.trainer.ranks import Ranks
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK, EpochStore
 from rolecall.rl_runtime.trainer.service import TrainerService
 
-TOLD: Final = frozenset(("join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint", "reset_step"))
+TOLD: Final = frozenset(("join", "train_step", "copy_from", "load_checkpoint", "take_snapshot", "reset_step"))
 
 
 class MultiRankTrainer:
     """In the process of the first rank. Has the methods of a trainer service."""
 
     def __init__(
-        self, spawn: ActorSpec, job: JobConfig, *, address: str, injection: Callable[[], faults.Injection]
+        self,
+        spawn: ActorSpec,
+        job: JobConfig,
+        ranks: FurtherRanks,
+        *,
+        address: str,
+        injection: Callable[[], faults.Injection],
     ) -> None:
-        """Starts the further ranks, and returns when all are ready. `injection`: makes an injection agreement."""
+        """Returns when all ranks are ready. `injection`: makes an injection agreement."""
         size = job.runtime.trainer_ranks
         self._store = EpochStore(LOOPBACK, RANKS_TIMEOUT_SECONDS)
         at = self._store.host, self._store.port
-        self.ranks = FurtherRanks(spawn, job, size=size, body=f"{__name__}:further_rank", details=(address, at))
-        ranks = _ranks(0, size, at, spawn.device)
-        self._service = make_service(spawn, job, address=address, ranks=ranks, injection=injection)
+        self._ranks = ranks
+        ranks.tell("begin", address, at)
+        own = _ranks(0, size, at, spawn.device)
+        self._service = make_service(spawn, job, address=address, ranks=own, injection=injection)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)
@@ -42,7 +49,7 @@ class MultiRankTrainer:
 
     def _by_all(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
         try:
-            self.ranks.tell(name, *args)
+            self._ranks.tell(name, *args)
             return method(*args)
         except RolecallError:
             raise  # every rank has it
@@ -51,7 +58,7 @@ class MultiRankTrainer:
 
 
 def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], None]) -> None:
-    address, at = start.details
+    _, (address, at) = next_call()
     service = make_service(
         start.spawn,
         parse_job(start.job),
@@ -79,6 +86,7 @@ def make_service(
         ranks=ranks,
         on_microbatch=partial(of_work.factor, faults.MICROBATCH),
         on_bucket=partial(of_work.checkpoint, faults.BUCKET),
+        on_stage=of_work.checkpoint,
         on_tensor=partial(injection().checkpoint, faults.WEIGHTS),
     )
 

@@ -38,7 +38,7 @@ from rolecall.rl_runtime.algorithms.sampled_distribution import comparable, samp
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks, dealt
-from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
+from rolecall.rl_runtime.trainer.reduce import MicrobatchStats, nothing
 from rolecall.rl_runtime.trainer.state import TrainerState
 
 
@@ -89,8 +89,9 @@ class Gradients:
         reference: Any = None,
         sampling: SamplingConfig = SamplingConfig(),
         ranks: Ranks = ALONE,
+        on_backward: Callable[[], None] = nothing,
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._on_backward = ranks, on_backward
         self._algorithm, self._pad, self._reference, self._sampling = algorithm, pad, reference, sampling
         self._staleness_max, self._longest = staleness_max, longest
         self._tokens_max = algorithm.microbatch_tokens_max
@@ -98,7 +99,7 @@ class Gradients:
     def outputs(self, state: TrainerState, microbatch: Microbatch) -> Outputs:
         """Under the weights before a step of several updates: what its ratios and values are compared with."""
         batch, _ = self._batch(state, microbatch)
-        cut = self._chunks(microbatch)
+        cut = self._chunks(_lengths(microbatch))
         critic = state.critic
 
         def both(tokens_st: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ class Gradients:
         if it has several updates.
         """
         batch, terms = self._batch(state, microbatch)
-        cut = self._chunks(microbatch)
+        cut = self._chunks(_lengths(microbatch))
         reference = None
         if self._reference is not None:
             mine = cut.gathered(batch, lambda tokens: self._logprobs(self._reference, tokens))
@@ -151,6 +152,7 @@ class Gradients:
                 old_values_after_st=of_part(old.values_after_st) if old else None,
             )
             # Added in the batch's dtype, which is never below that of the gradient.
+            self._on_backward()
             gradient = self._gradient(state, found, counts=counts).to(batch.rewards_s.dtype)
             flat = gradient if flat is None else flat.add_(gradient)
             if not counts:
@@ -163,13 +165,13 @@ class Gradients:
         assert flat is not None, "a microbatch has samples"
         if ask_again:
             recomputed_s = recomputed_log_probs(
-                state.policy.module,
+                state.previous_logits,
                 batch,
                 state.previous,
                 state.commit.step + 1,
                 microbatches=self._algorithm.microbatches_per_step,
                 sampling=self._sampling,
-                tokens_max=self._algorithm.microbatch_tokens_max,
+                cut=lambda lengths: self._chunks(lengths).rows,
             )
             ratio_s = torch.maximum(ratio_s, recomputed_s)
         policy_loss, known, finite, norm = self._of_all_ranks(flat, policy_loss, known, finite, ratio_s)
@@ -208,8 +210,8 @@ class Gradients:
         )
         return batch_on(self._ranks.device, batch), terms
 
-    def _chunks(self, microbatch: Microbatch) -> _Chunks:
-        lengths = [len(g.prompt_tokens) + len(s.tokens) for g in microbatch.groups for s in g.samples]
+    def _chunks(self, lengths: Sequence[int]) -> _Chunks:
+        """Of rows of these lengths."""
         of_ranks = [
             [[rows[i] for i in some] for some in chunks([lengths[row] for row in rows], self._tokens_max) if some]
             for rows in dealt(lengths, self._ranks.size)
@@ -270,6 +272,10 @@ class Gradients:
     def _logprobs(self, module: Any, tokens_st: torch.Tensor) -> torch.Tensor:
         logits = module(input_ids=tokens_st, use_cache=False).logits
         return token_logprobs(sampled_logits(logits, tokens_st, self._sampling), tokens_st)[0]
+
+
+def _lengths(microbatch: Microbatch) -> list[int]:
+    return [len(g.prompt_tokens) + len(s.tokens) for g in microbatch.groups for s in g.samples]
 
 
 def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, float]:

@@ -101,19 +101,39 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
-    def shard(self, module: nn.Module) -> None:
-        """Replaces each parameter by this rank's rows of it. Gradients are sums over the ranks, not means."""
-        from torch.distributed.fsdp import fully_shard
+    def shard(self, module: nn.Module, dtype: torch.dtype | None = None, exact: Sequence[nn.Module] = ()) -> None:
+        """Replaces each parameter by this rank's rows of it. Gradients are sums over the ranks, not means, in the
+        parameters' own dtype.
+
+        `dtype`: weights are rounded to it when they are gathered; None: they are not. `exact`: modules inside whose
+        weights are never rounded.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
         inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
         layers = [layer for outer in lists if id(outer) not in inner for layer in outer]
+        summed = None if dtype is None else torch.float32
+        rounded = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=summed, cast_forward_inputs=False)
+        unrounded = [] if dtype is None else [(part, MixedPrecisionPolicy()) for part in exact]
         # The root, too, is resharded after its forward pass: only then are its shards what a parameter holds.
-        for part in (*layers, module):
-            sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True)
+        for part, policy in (*unrounded, *((part, rounded) for part in (*layers, module))):
+            sharded = fully_shard(part, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             part.register_forward_pre_hook(_count_exchange, prepend=True)  # before FSDP's, which waits
+
+    def local(self, parameter: Any) -> Tensor:
+        """This rank's rows of a parameter of a sharded module, in the same memory."""
+        found: Tensor = parameter.detach() if self.size == 1 else parameter.detach().to_local()
+        return found
+
+    def gathered(self, parameter: Any) -> Tensor:
+        """All rows of a parameter of a sharded module; all ranks call it."""
+        if self.size > 1:
+            reporter.exchange()
+        found: Tensor = parameter.detach() if self.size == 1 else parameter.detach().full_tensor()
+        return found
 
     def rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, as FSDP2 cuts it."""

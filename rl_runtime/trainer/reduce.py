@@ -44,7 +44,7 @@ BALLOT_BYTES_MAX: Final = 32 << 20
 LOOPBACK: Final = "127.0.0.1"
 
 
-def nothing() -> None:
+def nothing(*_args: object) -> None:
     """The default hook; does nothing."""
 
 

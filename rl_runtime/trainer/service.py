@@ -1,12 +1,14 @@
 """A trainer replica with its services: weight port, version manifests, state copies and checkpoints.
 
 After each commit the version is published with its manifest; the state stream gives a replacement the whole state
-between two steps. Without Ray; one working thread calls `join`, `train_step`, `copy_from` and the checkpoint methods.
+between two steps. A checkpoint is a copy of the state that is written while the next steps run. Without Ray; one
+working thread calls `join`, `train_step`, `copy_from`, `load_checkpoint` and `take_snapshot`.
 
 Of several ranks each has a service. The first one publishes and writes checkpoints, which hold whole tensors: a run can
 resume with another number of ranks. State copies go from rank to rank.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +22,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation, WireError
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.faults.process_side import COPY, SNAPSHOT
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
@@ -50,12 +53,17 @@ class TrainerService:
         clock: Clock | None = None,
         on_microbatch: Callable[[], float | None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
+        on_stage: Callable[[str], None] = lambda _stage: None,
         on_tensor: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_tensor`: called before each tensor is sent, in a thread of the weight port."""
+        """`on_stage`: called at the beginning of a backward pass, a vote, a copy, and a snapshot, with the names of
+        `process_side`. `on_tensor`: called before each tensor is sent, in a thread of the weight port."""
         self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
         self._token, self._ranks = spawn.run.token(), ranks
+        self._on_stage = on_stage
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
+        self._writing = threading.Lock()
+        self._snapshot: tuple[int, dict[str, Tensor], str] | None = None
         self.replica = replica = TrainerReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
@@ -66,6 +74,7 @@ class TrainerService:
             clock=self._clock,
             on_microbatch=on_microbatch,
             on_bucket=on_bucket,
+            on_stage=on_stage,
             on_publish=self._publish,
         )
         self.join, self.train_step, self.open_store = replica.join, replica.train_step, replica.open_store
@@ -113,6 +122,22 @@ class TrainerService:
     def last_result(self) -> StepResult | None:
         return self.replica.last_result
 
+    def write_checkpoint(self, folder: str, keep: int) -> str:
+        """Path of the checkpoint written, of the newest snapshot, which is forgotten.
+
+        Raises:
+            CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
+            StaleIncarnation: no snapshot is left to write.
+        """
+        with self._writing:
+            taken, self._snapshot = self._snapshot, None
+            if taken is None:
+                raise StaleIncarnation(replica=self._spawn.replica, wanted="a snapshot", got="none")
+            try:
+                return str(checkpoint.save(Path(folder), *taken, keep=keep))
+            except OSError as e:
+                raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
+
     # In the working thread.
 
     def idle(self) -> None:
@@ -125,6 +150,7 @@ class TrainerService:
             WireError: the holder could not provide everything to every rank; nothing was changed.
             ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
+        self._on_stage(COPY)
         rank = self._ranks.rank
         lost, tensors, meta = "", dict[str, Tensor](), ""
         try:
@@ -144,21 +170,15 @@ class TrainerService:
         self.replica.load_state(tensors, meta)
         self._publish(self.replica.state.commit.policy_version)
 
-    def save_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written; empty at further ranks.
-
-        Raises:
-            CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
-        """
+    def take_snapshot(self) -> int:
+        """Copies the whole state, at the first rank, for `write_checkpoint`. Returns its step."""
         with reporter.phase(Phase.CHECKPOINT):
+            self._on_stage(SNAPSHOT)
             tensors, meta = self.replica.state.export(whole=True)
             step = self.replica.state.commit.step
-            if not self._ranks.is_first:
-                return ""
-            try:
-                return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
-            except OSError as e:
-                raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
+        if self._ranks.is_first:
+            self._snapshot = step, tensors, meta
+        return step
 
     def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
         """Loads the newest good checkpoint; without one, the run's initial weights."""

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from torch.func import functional_call
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.config.optimizer import OptimizerConfig
@@ -31,9 +32,9 @@ from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_n
 from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, TensorEntry, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.band import LearnedBand
-from rolecall.rl_runtime.trainer.model import compute_in, make_critic, make_model
+from rolecall.rl_runtime.trainer.model import VALUE_HEAD, compute_in, make_critic, make_model
 from rolecall.rl_runtime.trainer.ranks import ALONE, Ranks
-from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, local_digest
+from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, local_digest, tensor_entry
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -47,6 +48,10 @@ class Network:
 
     `parameters` are those that gradients are taken of, `masters` those that the optimizer changes: the same, except for
     bfloat16, where a parameter is the rounded copy of a float32 master. With adapters, only these are trained.
+
+    Of several ranks, `masters` are this rank's rows of the parameters, in the same memory. In bfloat16 they are rounded
+    where a layer is gathered, so that there are no rounded copies; frozen weights, which have no masters, are kept
+    rounded.
 
     A trainer has one for the policy and, if the algorithm has a critic, another one for that. Each has its own learning
     rate, moments and gradient-norm clipping, so that a large critic gradient does not shrink the policy's step. Tensors
@@ -67,21 +72,24 @@ class Network:
         """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
         self.module, self.prefix, self._ranks = module, prefix, ranks
         module.to(ranks.device)
+        before = [p.data for _, p in sorted(module.named_parameters()) if p.requires_grad]
+        has_frozen = any(not p.requires_grad for p in module.parameters())
+        self._gathered_in = dtype if ranks.size > 1 and not has_frozen else None
+        if dtype is not None and self._gathered_in is None:
+            compute_in(module, dtype)
         if ranks.size > 1:
-            ranks.shard(module)
+            ranks.shard(module, self._gathered_in, exact=[m for n, m in module.named_children() if n == VALUE_HEAD])
         everything = sorted(module.named_parameters())  # a tied parameter appears once
         named = [(n, p) for n, p in everything if p.requires_grad]
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
-        before = [p.data for p in self.parameters]
-        if dtype is not None:
-            compute_in(module, dtype)
         self.masters: tuple[torch.nn.Parameter, ...] = tuple(
             self._master(p, data) for p, data in zip(self.parameters, before, strict=True)
         )
+        del before  # whole tensors
         self.num_parameters = sum(master.numel() for master in self.masters)
         """Number that this rank holds."""
-        self._adapted = adapted_layers(module)
+        self._adapted = adapted_layers(module, ranks.local, ranks.gathered)
         self._sent = [(n, plain_name(n), p) for n, p in everything if not is_adapter(n)]
         self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
         self._grad_norm_max, self._learning_rate = grad_norm_max, learning_rate
@@ -106,8 +114,8 @@ class Network:
 
     def _master(self, parameter: Any, before: torch.Tensor) -> torch.nn.Parameter:
         """`before`: the parameter's data before it was rounded."""
-        if self._ranks.size > 1:  # this rank's rows of it, in the same memory
-            return torch.nn.Parameter(parameter.to_local().detach())
+        if self._ranks.size > 1:
+            return torch.nn.Parameter(self._ranks.local(parameter))
         found: torch.nn.Parameter = parameter
         return found if found.dtype == before.dtype else torch.nn.Parameter(before)
 
@@ -157,13 +165,37 @@ class Network:
         what is there and never changes is not copied. Of several ranks all call it, and the first one gets the
         weights."""
         if self._ranks.size > 1:
-            whole = ((n, p.detach().full_tensor()) for _, n, p in self._sent)
+            whole = ((n, self._ranks.gathered(p.to(self._gathered_in or p.dtype))) for _, n, p in self._sent)
             return {n: weight.cpu() for n, weight in whole if self._ranks.is_first}
         return {n: p.detach().to("cpu", copy=id(p) in self._changing) for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`weights`, under the names that the module's parameters have with adapters."""
         return {own: weights[n] for own, n, _ in self._sent}
+
+    def kept_rows(self) -> dict[str, torch.Tensor]:
+        """Copies on the host of this rank's rows of the weights to compute with, under the module's own names; of
+        those that change."""
+        changing = ((own, p) for own, _, p in self._sent if id(p) in self._changing)
+        return {own: self._ranks.local(p).to("cpu", self._gathered_in or p.dtype, copy=True) for own, p in changing}
+
+    @torch.no_grad()
+    def logits_under(self, weights: Mapping[str, torch.Tensor], tokens_st: torch.Tensor) -> torch.Tensor:
+        """Logits under other weights, under the module's own names; of several ranks this one's rows of them, which
+        take the place of its own for one forward pass. The network stays as it is."""
+        inputs = {"input_ids": tokens_st, "use_cache": False}
+        if self._ranks.size == 1:
+            there = {name: weight.to(self._ranks.device) for name, weight in weights.items()}
+            found: torch.Tensor = functional_call(self.module, there, kwargs=inputs).logits
+            return found
+        mine = {own: self._ranks.local(p) for own, _, p in self._sent if own in weights}
+        now = {own: rows.clone() for own, rows in mine.items()}
+        try:
+            _copy(weights, mine)
+            logits: torch.Tensor = self.module(**inputs).logits
+        finally:
+            _copy(now, mine)
+        return logits
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Masters and moments without copying, under their export names."""
@@ -197,10 +229,15 @@ class Network:
         )
 
     def frozen_digest(self) -> str:
-        """SHA-256 over all parameters that are not trained, before any step; "" if all are."""
+        """SHA-256 over all parameters that are not trained, before any step; "" if all are. All ranks call it."""
         trained = {id(p) for p in self.parameters}
-        frozen = {n: p for _, n, p in self._sent if id(p) not in trained}
-        return entries_digest(entries_of(frozen)) if frozen else ""
+        frozen = [(n, p) for _, n, p in self._sent if id(p) not in trained]
+        return entries_digest(tensor_entry(n, self._ranks.gathered(p)) for n, p in frozen) if frozen else ""
+
+
+def _copy(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:
+    for name, mine in into.items():
+        mine.copy_(tensors[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +263,7 @@ class TrainerState:
         `ranks`: that share the networks; a state holds this rank's rows of them."""
         self._learning_rate_share, self._ranks = learning_rate_share, ranks
         self.policy, self.critic = policy, critic
-        # Version -> weights; only the working thread reads it.
+        # Version -> weights, of several ranks this rank's rows; only the working thread reads it.
         self.previous: Mapping[int, dict[str, torch.Tensor]] = {}
         self._versions_kept = versions_kept
         self._replica = replica
@@ -306,7 +343,16 @@ class TrainerState:
         version, kept = self.commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.previous.items() if v > version - kept}
-            self.previous = {**old, version: self.policy.under_own_names(self.policy_snapshot(version)[0])}
+            if self._ranks.size > 1:
+                weights = self.policy.kept_rows()
+            else:  # shares the memory of what is published
+                weights = self.policy.under_own_names(self.policy_snapshot(version)[0])
+            self.previous = {**old, version: weights}
+
+    def previous_logits(self, version: int, tokens_st: torch.Tensor) -> torch.Tensor:
+        """Logits under a kept previous version; all ranks call it."""
+        with self._lock:
+            return self.policy.logits_under(self.previous[version], tokens_st)
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         """The weights of `policy_snapshot`."""
@@ -449,14 +495,12 @@ def first_state(
             dtype=computed,
             ranks=ranks,
         )
-    # Of several ranks none is kept: previous weights are whole, and a rank would hold all of them.
-    kept = min(VERSIONS_KEPT, job.runtime.staleness_max) if ranks.size == 1 else 0
     return TrainerState(
         policy,
         critic,
         first_commit(),
         replica=replica,
-        versions_kept=kept,
+        versions_kept=min(VERSIONS_KEPT, job.runtime.staleness_max),
         learning_rate_share=partial(job.optimizer.learning_rate_share, num_steps=job.num_steps),
         ranks=ranks,
     )

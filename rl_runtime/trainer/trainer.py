@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -50,6 +51,7 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.batching import updates
+from rolecall.rl_runtime.faults.process_side import BACKWARD, VOTE
 from rolecall.rl_runtime.protocol.messages import (
     CheckVerdict,
     CommitRecord,
@@ -100,6 +102,7 @@ class TrainerReplica:
         clock: Clock | None = None,
         on_microbatch: Callable[[], float | None] = nothing,
         on_bucket: Callable[[], None] = nothing,
+        on_stage: Callable[[str], None] = nothing,
         on_publish: Callable[[int], None] | None = None,
     ) -> None:
         """`has_state` False: the fresh weights created here must be replaced (load_state) before this replica may join.
@@ -114,6 +117,7 @@ class TrainerReplica:
         self.replica, self.incarnation, self.job, self.ranks = replica, incarnation, job, ranks
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
+        self._on_stage = on_stage
         self.vocab = vocabulary(job.model, None if job.data else job.task.name)
         self._longest = job.max_response_tokens
         self.state = first_state(job, self.vocab, replica=replica, dtype=dtype, ranks=ranks)
@@ -134,6 +138,7 @@ class TrainerReplica:
             reference=reference,
             sampling=job.sampling,
             ranks=ranks,
+            on_backward=partial(on_stage, BACKWARD),
         )
         self._partial = PartialStep(self.state.num_parameters, ranks.device)
         self._stores_lock = threading.Lock()
@@ -463,6 +468,7 @@ class TrainerReplica:
                     weights_digest=state.weights_digest,
                     ledger=ledger,
                 )
+                self._on_stage(VOTE)
                 raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
         except PeerLost as e:
             lost = e.because or "a peer was lost"

@@ -29,7 +29,7 @@ class Phase(StrEnum):
     OPTIMIZER = "optimizer"
     PUBLISH = "publish"  # trainer: snapshot and manifest of a version
     COPY = "copy"  # copies state from a survivor
-    CHECKPOINT = "checkpoint"  # trainer: writes its state to disk
+    CHECKPOINT = "checkpoint"  # trainer: copies its state, to be written to disk
     GENERATE = "generate"  # rollout: the engine has requests
     UPDATE = "update"  # rollout: pulls, proves and applies weights
     SCORE = "score"  # reward

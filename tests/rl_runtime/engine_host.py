@@ -19,8 +19,9 @@ from rolecall.core.config.job import parse_job
 from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.protocol.spawn import make_spawn
+from rolecall.rl_runtime.rank_processes import FurtherRanks
 from rolecall.rl_runtime.rollout.engine import VllmEngine
-from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, start_ranks
+from rolecall.rl_runtime.rollout.multi_rank_engine import MultiRankEngine, first_place, further_rank
 from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -62,7 +63,9 @@ class Host:
         begun = clock.monotonic()
         if run := arguments.pop("run", ""):
             spawn = make_spawn(RunDir(Path(run)), arguments["replica"], arguments["incarnation"], NodeId("node-1"))
-            place, ranks = start_ranks(spawn, parse_job({}), arguments["settings"])
+            body = f"{further_rank.__module__}:{further_rank.__name__}"
+            ranks = FurtherRanks(spawn, parse_job({}), size=arguments["settings"].num_ranks, body=body)
+            place = first_place(spawn, arguments["settings"], ranks)
             arguments |= {
                 "make_engine": partial(MultiRankEngine, place=place, ranks=ranks),
                 "on_promotion": ranks.become,

@@ -42,7 +42,7 @@ class Visible:
         found = [seen(spawn, 0)]
         if spawn.device == "cuda":
             body = "tests.rl_runtime.gpu_cluster:further_rank"
-            self._ranks = FurtherRanks(spawn, parse_job(job), size=2, body=body, details=None)
+            self._ranks = FurtherRanks(spawn, parse_job(job), size=2, body=body)
             found += self._ranks.answers(SECONDS)
         with (Path(spawn.run_dir) / "seen").open("a") as f:
             f.writelines(json.dumps(pair) + "\n" for pair in found)

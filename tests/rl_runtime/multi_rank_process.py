@@ -14,7 +14,8 @@ from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.processes import is_alive, recorded_processes
 from rolecall.rl_runtime.protocol.spawn import make_spawn
-from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
+from rolecall.rl_runtime.rank_processes import FurtherRanks
+from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, further_rank, make_service
 from rolecall.rl_runtime.trainer.ranks import Ranks
 from tests.rl_runtime.trainer_process import DEADLINE_SECONDS, LEDGER, PRELOADED, make_microbatches
 from tests.support import eventually
@@ -33,10 +34,12 @@ def serve(
 
     service: Any
     if job.runtime.trainer_ranks > 1:
-        service = MultiRankTrainer(spawn, job, address="127.0.0.1", injection=injection)
+        body = f"{further_rank.__module__}:{further_rank.__name__}"
+        ranks = FurtherRanks(spawn, job, size=job.runtime.trainer_ranks, body=body)
+        service = MultiRankTrainer(spawn, job, ranks, address="127.0.0.1", injection=injection)
     else:
-        ranks = Ranks(device=device)
-        service = make_service(spawn, job, address="127.0.0.1", ranks=ranks, injection=injection)
+        alone = Ranks(device=device)
+        service = make_service(spawn, job, address="127.0.0.1", ranks=alone, injection=injection)
     conn.send(("ok", None))
     while True:
         try:

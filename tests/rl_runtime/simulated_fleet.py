@@ -296,11 +296,16 @@ class FakeTrainer(_FakeReplica):
         verdict = CheckVerdict.SAME if same else CheckVerdict.WRONG
         return ComparedMicrobatch(first=first, by=by, again=again, verdict=verdict)
 
-    async def save_checkpoint(self, folder: str, keep: int) -> str:
+    async def take_snapshot(self) -> int:
         async with self._work:
-            await asyncio.sleep(0.05)
-            self.fleet.checkpoints[self.commit.step] = (self.commit, self.lineage)
-            return f"{folder}/step-{self.commit.step:08d}"
+            self.snapshot = self.commit, self.lineage
+            return self.commit.step
+
+    async def write_checkpoint(self, folder: str, keep: int) -> str:
+        commit, lineage = self.snapshot
+        await asyncio.sleep(0.05)
+        self.fleet.checkpoints[commit.step] = (commit, lineage)
+        return f"{folder}/step-{commit.step:08d}"
 
     async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
         async with self._work:

@@ -40,6 +40,9 @@ GO_ON = "go on"
 PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
 """Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of
 CPU."""
+PRELOADED_FOR_FOLDERS = ["transformers.models.qwen3.modeling_qwen3", "peft"]
+START_SECONDS = 180.0
+"""Deadline of a process's start, with imports, on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +89,11 @@ def tiny_job(name: str = "grpo", *, algorithm: Mapping[str, Any] | None = None, 
     )
 
 
-def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
+def make_microbatches(job: JobConfig, step: int, *, behind: int | None = None) -> list[Microbatch]:
     """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from.
 
-    Of T-PPO, every other window is cut, and has a token of context.
+    Of T-PPO, every other window is cut, and has a token of context. `behind`: versions by which every token is older
+    than the trained weights; None: up to two, at random.
     """
     vocab = vocabulary(job.model, job.task.name)
     task = make_task(job.task, vocab, job.seed)
@@ -101,7 +105,7 @@ def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
             request_id=f"{prompt.group_id}.{index}",
             tokens=tokens,
             logprobs=tuple(rng.uniform(-3.0, -1.5) for _ in tokens),
-            versions=tuple(max(0, step - rng.randint(0, 2)) for _ in tokens),
+            versions=tuple(max(0, step - (rng.randint(0, 2) if behind is None else behind)) for _ in tokens),
             reward=task.reward(prompt.tokens, tokens),
             end=EndReason.TRUNCATED if cut else EndReason.STOP,
             first_fresh=int(cut),
@@ -151,6 +155,9 @@ class Spied(TrainerReplica):
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         return self.state.policy_tensors(version)
+
+    def previous_rows(self, version: int) -> dict[str, Any]:
+        return {n: t.float().numpy() for n, t in self.state.previous[version].items()}
 
     def take(self, tensors: dict[str, Any], meta: str, whole: bool = False) -> None:
         self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta, whole=whole)
@@ -211,6 +218,7 @@ def serve(
         ranks=ranks,
         on_microbatch=lambda: at("microbatch"),
         on_bucket=lambda: at("bucket"),
+        on_stage=at,
         on_publish=lambda version: at("publish"),
     )
     conn.send(("ready", os.getpid()))
@@ -242,7 +250,7 @@ class TrainerProcess:
     ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(PRELOADED + (PRELOADED_FOR_FOLDERS if job.model.path else []))
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
             target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state, place), daemon=True
@@ -251,7 +259,7 @@ class TrainerProcess:
         theirs.close()
 
     def ready(self) -> None:
-        assert self._receive() == ("ready", self._process.pid)
+        assert self._receive(START_SECONDS) == ("ready", self._process.pid)
 
     def send(self, method: str, *args: Any) -> None:
         self._conn.send((method, args))
@@ -395,8 +403,8 @@ class Team:
         for rank, member in enumerate(members):
             member.send("join", 1, self.epoch, rank, len(members), host, port)
 
-    def tell_step(self, step: int, shares: Mapping[Any, list[int]]) -> None:
-        microbatches = make_microbatches(self.job, step)
+    def tell_step(self, step: int, shares: Mapping[Any, list[int]], *, behind: int | None = None) -> None:
+        microbatches = make_microbatches(self.job, step, behind=behind)
         ids = [m.microbatch_id for m in microbatches]
         names = [m.replica for m in self.members]
         for member, numbers in shares.items():

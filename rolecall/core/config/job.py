@@ -243,7 +243,7 @@ class RuntimeConfig(Section):
     machine's GPUs equally. null: cuda where the machine has NVIDIA GPUs and the installed torch is a CUDA build."""
     trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
-    lost and replaced as a whole. More than one: not with lora, bfloat16 or gradient_checkpointing."""
+    lost and replaced as a whole."""
     rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
@@ -386,14 +386,6 @@ class JobConfig(Section):
         heads = unshared_heads(self.model.num_heads, self.model.num_kv_heads, self.runtime.rollout_ranks)
         if self.model.path is None and heads:
             raise ValueError(heads)
-        others = {
-            "lora": self.lora is not None,
-            "model.dtype: bfloat16": self.model.dtype != "float32",
-            "model.gradient_checkpointing": self.model.gradient_checkpointing,
-        }
-        if self.runtime.trainer_ranks > 1 and any(others.values()):
-            given = ", ".join(name for name, has in others.items() if has)
-            raise ValueError(f"runtime.trainer_ranks: {self.runtime.trainer_ranks} ranks do not work with {given} yet")
         return self
 
     @model_validator(mode="after")

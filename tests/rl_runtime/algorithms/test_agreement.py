@@ -16,6 +16,7 @@ from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.objective import Batch, TokenSelection, make_batch
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.trainer.model import write_model_folder
+from rolecall.rl_runtime.trainer.state import Network
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
 from tests.rl_runtime.learning import LEDGER, TRAINER, BatchGenerator, ModelSequenceGenerator, learn
 
@@ -110,7 +111,15 @@ def test_asking_leaves_the_weights_that_are_trained_as_they_are(tmp_path: Path) 
         for p in model.parameters():
             p.mul_(1.5)
     now = {n: p.detach().clone() for n, p in model.named_parameters()}
-    asked = [recomputed_log_probs(model, batch, {v: w}, 1, microbatches=1) for v, w in ((0, own), (0, now), (5, own))]
+    network = Network(model, learning_rate=0.0, grad_norm_max=1.0)
+
+    def ask(version: int, weights: dict[str, Tensor]) -> Tensor:
+        def logits_of(_version: int, tokens: Tensor) -> Tensor:
+            return network.logits_under(weights, tokens)
+
+        return recomputed_log_probs(logits_of, batch, [version], 1, microbatches=1, cut=lambda ends: [range(len(ends))])
+
+    asked = [ask(v, w) for v, w in ((0, own), (0, now), (5, own))]
     assert 0.0 <= float(asked[0].max()) < ROUNDING and float(asked[1].max()) > LOG_RATIO_ALARM
     assert asked[2].tolist() == [-1.0] * len(batch.tokens_st), "no row has a token of that version"
     rows = -(-len(batch.tokens_st) // SHARE)

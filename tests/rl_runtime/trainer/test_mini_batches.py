@@ -459,8 +459,8 @@ def test_padding_is_small() -> None:
     job = job_of({**ALGORITHMS["grpo, token"], "microbatch_tokens_max": BUDGET}, 1)
     team = team_of(job, 1)
     microbatch = team.microbatches[0]
-    found = team.members[0]._gradients._chunks(microbatch)
     lengths = [len(g.prompt_tokens) + len(s.tokens) for g in microbatch.groups for s in g.samples]
+    found = team.members[0]._gradients._chunks(lengths)
     computed = sum(len(rows) * end for rows, end in zip(found.rows, found.ends, strict=True))
     assert sorted(r for rows in found.rows for r in rows) == list(range(len(lengths)))
     assert sum(lengths) <= computed < len(lengths) * max(lengths)

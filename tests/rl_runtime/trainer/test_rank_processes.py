@@ -52,7 +52,8 @@ def stepped(epoch: int, step: int, *members: MultiRankProcess) -> list[Any]:
 
 
 def saved(process: MultiRankProcess, folder: Path) -> checkpoint.Checkpoint:
-    return checkpoint.load(Path(process.ask("save_checkpoint", str(folder / "checkpoints"), 1)))
+    process.ask("take_snapshot")
+    return checkpoint.load(Path(process.ask("write_checkpoint", str(folder / "checkpoints"), 1)))
 
 
 def assert_close(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> None:
@@ -107,9 +108,9 @@ def test_a_lost_rank_takes_its_replica_with_it_and_the_others_finish_the_step(st
         assert_close(saved(member, tmp_path / str(number)), reference)
 
 
-@pytest.mark.parametrize(("writer", "readers"), [((2, 2), (1, 3)), ((1,), (2,))])
+@pytest.mark.parametrize(("writer", "readers"), [((2, 2), ((1,), (2,), (2, 2, 2), (3,))), ((1,), ((2,),))])
 def test_a_checkpoint_resumes_with_any_number_of_ranks_and_replicas(
-    start: Start, writer: tuple[int, ...], readers: tuple[int, ...], tmp_path: Path
+    start: Start, writer: tuple[int, ...], readers: tuple[tuple[int, ...], ...], tmp_path: Path
 ) -> None:
     members = [start(index, ranks) for index, ranks in enumerate(writer)]
     for member in members:
@@ -119,16 +120,21 @@ def test_a_checkpoint_resumes_with_any_number_of_ranks_and_replicas(
     before = saved(members[0], tmp_path)
     wanted = stepped(1, 1, *members)[0]
     after = saved(members[0], tmp_path / "after")
-    for index, ranks in enumerate(readers):
-        reader = start(10 + index, ranks)
-        reader.answer()
-        loaded = reader.ask("load_checkpoint", str(tmp_path / "checkpoints"))
+    for ranks in readers:
+        resumed = [start(index, number, incarnation=2) for index, number in enumerate(ranks)]
+        for reader in resumed:
+            reader.answer()
+        loaded = resumed[0].ask("load_checkpoint", str(tmp_path / "checkpoints"))
         assert loaded.path == str(before.path) and not loaded.refused
-        join(1, reader)
-        [got] = stepped(1, 1, reader)
-        assert got.commit.microbatch_ids == wanted.commit.microbatch_ids
-        assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
-        assert_close(saved(reader, tmp_path / f"by-{ranks}"), after)
+        for reader in resumed[1:]:
+            reader.ask("copy_from", resumed[0].ask("info").holder)
+        join(1, *resumed)
+        for got in stepped(1, 1, *resumed):
+            assert got.commit.microbatch_ids == wanted.commit.microbatch_ids
+            assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-6)
+        assert_close(saved(resumed[-1], tmp_path / f"by-{ranks}"), after)
+        for reader in resumed:
+            reader.close()
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_no_rank(start: Start, tmp_path: Path) -> None:
@@ -138,5 +144,5 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_rank(start: Start, tmp_path
     blocked = tmp_path / "a file"
     blocked.write_text("")
     with pytest.raises(CheckpointUnwritable):
-        trainer.ask("save_checkpoint", str(blocked / "checkpoints"), 1)
+        saved(trainer, blocked)
     assert stepped(1, 0, trainer)[0].commit.step == 0

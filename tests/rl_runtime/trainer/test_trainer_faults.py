@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CommitVoteRejected, NonFiniteMicrobatch, PeerLost, StaleIncarnation
@@ -46,10 +47,17 @@ def pair(team: Team, **of_the_second: Any) -> tuple[TrainerProcess, TrainerProce
     return members
 
 
-def failure_free(steps: int, name: str = "grpo", *, job: JobConfig | None = None, **settings: Any) -> Spied:
+def failure_free(
+    steps: int,
+    name: str = "grpo",
+    *,
+    job: JobConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Spied:
     """One replica that computes everything: what every other way of splitting the work must equal."""
     job = job or tiny_job(name, **settings)
-    alone = Spied(replica=replica_id("trainer", 0), incarnation=1, job=job, bucket_bytes=BUCKET_BYTES)
+    alone = Spied(replica=replica_id("trainer", 0), incarnation=1, job=job, dtype=dtype, bucket_bytes=BUCKET_BYTES)
     alone.join(1, 1, 0, 1, "127.0.0.1", 0)
     for step in range(steps):
         microbatches = make_microbatches(job, step)

@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.agent.processes.state_pages import parse_page
 from rolecall.agent.reporter import reporter
-from rolecall.core.errors import CheckpointUnwritable
+from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.protocol.clients import is_code_error
@@ -15,7 +15,7 @@ from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.trainer.checkpoint import load
 from rolecall.rl_runtime.trainer.service import TrainerService
 from tests.full_disk import small_disk
-from tests.rl_runtime.trainer_process import tiny_job
+from tests.rl_runtime.trainer_process import LEDGER, make_microbatches, tiny_job
 
 JOB = tiny_job()
 TRAINER = ReplicaId("trainer/0")
@@ -30,12 +30,28 @@ def service(tmp_path: Path) -> Iterator[TrainerService]:
     service.close()
 
 
-def test_a_checkpoint_is_a_phase_of_its_own(service: TrainerService, tmp_path: Path) -> None:
+def saved(service: TrainerService, folder: Path) -> Path:
+    service.take_snapshot()
+    return Path(service.write_checkpoint(str(folder), 1))
+
+
+def test_the_copy_for_a_checkpoint_is_a_phase_of_its_own(service: TrainerService, tmp_path: Path) -> None:
     before = parse_page(reporter.page_bytes())
-    path = Path(service.save_checkpoint(str(tmp_path / "checkpoints"), 1))
+    assert service.take_snapshot() == -1
     after = parse_page(reporter.page_bytes())
-    assert path.exists()
     assert after.phase == before.phase and after.phase_entries == before.phase_entries + 2
+
+
+def test_a_checkpoint_is_written_while_the_next_step_runs(service: TrainerService, tmp_path: Path) -> None:
+    wanted, meta = service.replica.state.export()
+    service.take_snapshot()
+    microbatches = make_microbatches(JOB, 0)
+    service.train_step(1, 1, 0, microbatches, [m.microbatch_id for m in microbatches], LEDGER, [TRAINER])
+    written = load(Path(service.write_checkpoint(str(tmp_path), 1)))
+    assert (written.step, written.meta) == (-1, meta)
+    assert written.tensors.keys() == wanted.keys() and all(written.tensors[n].equal(t) for n, t in wanted.items())
+    with pytest.raises(StaleIncarnation, match="a snapshot"):
+        service.write_checkpoint(str(tmp_path), 1)
 
 
 def test_a_full_disk_ends_the_checkpoint_phase_and_is_no_error_of_the_code(
@@ -43,10 +59,10 @@ def test_a_full_disk_ends_the_checkpoint_phase_and_is_no_error_of_the_code(
 ) -> None:
     before = parse_page(reporter.page_bytes())
     with small_disk(tmp_path / "disk", size_kib=32 * 1024) as disk:
-        good = Path(service.save_checkpoint(str(disk.path / "checkpoints"), 1))
+        good = saved(service, disk.path / "checkpoints")
         disk.fill()
         with pytest.raises(CheckpointUnwritable, match="No space left") as caught:
-            service.save_checkpoint(str(disk.path / "checkpoints"), 1)
+            saved(service, disk.path / "checkpoints")
         assert not is_code_error(caught.value), "else the detector would blame the code on every trainer"
         assert [path.name for path in good.parent.iterdir()] == [good.name], "the earlier one stays, nothing else does"
         assert load(good).path == good

@@ -1,0 +1,106 @@
+"""When checkpoints are taken, and by whom, while training goes on."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from rolecall.rl_runtime.controller.background_tasks import Tasks
+from rolecall.rl_runtime.controller.checkpoints import Checkpoints
+
+EVERY = 2
+
+
+class Trainers:
+    """Two trainers, of which `bad` cannot write. A write lasts until `may_write` is set."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.members = {0: None, 1: None}
+        self.bad, self.step, self.tried = bad, -1, list[tuple[int, int]]()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+
+    async def take_snapshot(self, passed_over: int) -> tuple[tuple[int, int], int]:
+        return (passed_over % len(self.members), self.step), self.step
+
+    async def write_checkpoint(self, writer: tuple[int, int]) -> str | None:
+        await self.may_write.wait()
+        self.tried.append(writer)
+        number, step = writer
+        return None if number in self.bad else f"step-{step}"
+
+
+class Run:
+    def __init__(self, trainers: Trainers) -> None:
+        self.trainers, self.written = trainers, list[tuple[str, int]]()
+        self.checkpoints = Checkpoints(
+            every_steps=EVERY,
+            trainers=trainers,  # type: ignore[arg-type]
+            tasks=Tasks(),
+            on_written=lambda path, step: self.written.append((path, step)),
+        )
+
+    async def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.trainers.step += 1
+            await self.checkpoints.after_step(self.trainers.step)
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 10.0))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written() -> None:
+    async def test() -> None:
+        a = Run(Trainers())
+        a.trainers.may_write.clear()
+        await a.steps(5)
+        assert a.written == []
+        a.trainers.may_write.set()
+        await a.checkpoints.settled()
+        assert a.written == [("step-1", 1)], "one at a time"
+        await a.steps(1)
+        assert a.written == [("step-1", 1), ("step-5", 5)]
+
+    run(test())
+
+
+def test_one_that_became_due_meanwhile_is_taken_after_the_next_step() -> None:
+    async def test() -> None:
+        a = Run(Trainers())
+        a.trainers.may_write.clear()
+        await a.steps(4)
+        a.trainers.may_write.set()
+        await a.checkpoints.settled()
+        await a.steps(1)
+        assert a.written == [("step-1", 1), ("step-4", 4)]
+
+    run(test())
+
+
+@pytest.mark.parametrize(("bad", "written"), [((0,), [("step-2", 2), ("step-4", 4)]), ((0, 1), [])])
+def test_another_trainer_tries_after_the_next_step_and_each_one_once(
+    bad: tuple[int, ...], written: list[tuple[str, int]]
+) -> None:
+    async def test() -> None:
+        a = Run(Trainers(bad))
+        await a.steps(5)
+        assert a.written == written
+        assert a.trainers.tried == [(0, 1), (1, 2), (0, 3), (1, 4)]
+
+    run(test())
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (0, 1)])
+def test_the_last_one_is_awaited(bad: tuple[int, ...]) -> None:
+    async def test() -> None:
+        a = Run(Trainers(bad))
+        await a.steps(1)
+        await a.checkpoints.last()
+        assert a.written == ([] if len(bad) == 2 else [("step-0", 0)])
+        assert len(a.trainers.tried) == min(2, len(bad) + 1)
+
+    run(test())

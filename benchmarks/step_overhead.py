@@ -113,7 +113,7 @@ def timed(service: TrainerService) -> Parts:
     group = service.replica._group
     assert group is not None
     for owner, name, part in (
-        (trainer, "tensor_digest", "digest of the gradient"),
+        (trainer, "local_digest", "digest of the gradient"),
         (group, "all_reduce", "copy of the sum for the reduce"),
         (service.replica, "_reduce_and_vote", "ballots"),
         (service.replica, "_refuse_disagreement", "ballots"),
@@ -142,7 +142,7 @@ def plain_step(service: TrainerService, mine: Sequence[Microbatch]) -> float:
 
     replica, state = service.replica, service.replica.state
     began = time.perf_counter()
-    sums = torch.zeros(state.num_parameters, dtype=torch.float64)
+    sums = torch.zeros(state.num_parameters, dtype=torch.float64, device=replica.ranks.device)
     for microbatch in mine:
         gradient, _ = replica._gradients.of(state, microbatch)
         sums += gradient

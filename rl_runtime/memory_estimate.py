@@ -14,13 +14,12 @@ measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which proce
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from rolecall.core.config.job import JobConfig, ModelConfig
+from rolecall.core.config.job import DeviceName, JobConfig, ModelConfig
 from rolecall.core.config.lora import ALL_LINEAR, LoraSettings
 from rolecall.core.membership import STANDBY_ROLE
 
-Device = Literal["cpu", "cuda"]
 MIB: Final = 1 << 20
 WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES: Final = 12
@@ -181,7 +180,7 @@ class FreeMemory:
     gpu_bytes: tuple[int, ...] = ()
 
 
-def needs(job: JobConfig, size: ModelSize, device: Device = "cpu") -> tuple[RoleNeed, ...]:
+def needs(job: JobConfig, size: ModelSize, device: DeviceName = "cpu") -> tuple[RoleNeed, ...]:
     """Peak memory of every process of the job, by role; the last entry is Ray and the agents, by node."""
     trainer = tuple(trainer_need(job, size, rank, device) for rank in range(job.runtime.trainer_ranks))
     engine = tuple(engine_need(job, size, rank, device) for rank in range(job.runtime.rollout_ranks))
@@ -196,7 +195,7 @@ def needs(job: JobConfig, size: ModelSize, device: Device = "cpu") -> tuple[Role
     return tuple(RoleNeed(role=role, num_replicas=number, ranks=ranks) for role, number, ranks in of_roles if number)
 
 
-def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: Device = "cpu") -> list[str]:
+def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> list[str]:
     """What of the job does not fit, each `path: reason`."""
     found, problems = needs(job, size, device), list[str]()
     needed = sum(role.host_bytes for role in found)
@@ -225,19 +224,23 @@ def _times(number: int) -> str:
     return f"{number} x " if number > 1 else ""
 
 
-def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device = "cpu") -> RankNeed:
+def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu") -> RankNeed:
     """Of one rank of a trainer."""
     algorithm, ranks = job.algorithm, job.runtime.trainer_ranks
+    num_shards = ranks // job.runtime.trainer_tensor_ranks
     weight = WEIGHT_BYTES[job.model.dtype]
     critic = size.num_critic if algorithm.has_critic else 0
     if job.lora is None:
-        trained = (size.num_parameters + critic) / ranks
+        total = size.num_parameters + critic
+        in_layers = (size.num_parameters - size.num_outside_layers) * (1 + algorithm.has_critic)
+        trained = in_layers / ranks + (total - in_layers) / num_shards  # tensor ranks share layers only
         # Of several ranks, rounded copies are made only where a layer is gathered.
         network = trained * (MASTER_BYTES + (weight if weight < 4 and ranks == 1 else 0))
         changing = size.num_parameters
     else:
         networks = 1 + algorithm.has_critic
-        trained = networks * size.num_adapters / ranks
+        total = networks * size.num_adapters
+        trained = total / ranks
         network = networks * weight * (size.num_parameters + size.num_adapted) / ranks + trained * MASTER_BYTES
         changing = size.num_adapted
     state = network * (1 + (algorithm.num_updates > 1)) + trained * SUM_BYTES
@@ -256,7 +259,7 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
     compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
     publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version
-    whole = trained * ranks if rank == 0 else 0  # of a checkpoint
+    whole = total if rank == 0 else 0  # of a checkpoint
     if device == "cuda":
         host = base + max(start, kept * version + max(publish + whole * WRITING_BYTES, whole * CHECKPOINT_BYTES))
         return RankNeed(host_bytes=int(host), device_bytes=int(CUDA_BYTES + max(start, state + max(compute, sums))))
@@ -267,14 +270,14 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device 
 
 def _pass_bytes(job: JobConfig, size: ModelSize, trained: float) -> float:
     """Of one forward and backward pass at a rank, and of its gradient. `trained`: parameters of this rank."""
-    ranks = job.runtime.trainer_ranks
+    num_shards = job.runtime.trainer_ranks // job.runtime.trainer_tensor_ranks
     tokens, is_cut = _tokens(job)
-    logits = logits_bytes(job, size.num_rows) / ranks
+    logits = logits_bytes(job, size.num_rows) / num_shards
     one_layer = 4 * (8 * size.hidden + 5 * size.query + 4 * size.key_value + 4 * size.intermediate)
     kept = 4 * size.hidden if job.model.gradient_checkpointing else one_layer
-    activations = tokens / ranks * (size.num_layers * kept + one_layer) * (1 + job.algorithm.has_critic)
+    activations = tokens / num_shards * (size.num_layers * kept + one_layer) * (1 + job.algorithm.has_critic)
     gathered = 0.0
-    if ranks > 1:  # whole layers, their gradients and what is sent of them
+    if num_shards > 1:  # whole layers, their gradients and what is sent of them
         gathered = 12 * size.num_outside_layers + 20 * size.num_layer
     earlier = trained * CHUNK_BYTES if is_cut else 0.0
     return max(logits + activations + gathered + earlier, trained * GRADIENT_BYTES)
@@ -298,7 +301,7 @@ def logits_bytes(job: JobConfig, num_rows: int) -> int:
     return int(_tokens(job)[0] * num_rows * 4 * (LOGITS_COPIES_CHANGED if is_changed else LOGITS_COPIES))
 
 
-def engine_need(job: JobConfig, size: ModelSize, rank: int = 0, device: Device = "cpu") -> RankNeed:
+def engine_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu") -> RankNeed:
     """Of one rank of a rollout engine."""
     ranks = job.runtime.rollout_ranks
     weights = WEIGHT_BYTES[job.model.dtype] * size.num_parameters

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.ids import ReplicaId
 from rolecall.core.rundir import NODE_ENV, RUN_ENV, RunDir
 
 PROC = Path("/proc")
@@ -142,6 +143,24 @@ def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
         return []
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if line["boot_id"] == boot_id()]
+
+
+def rank_name(replica: ReplicaId, incarnation: int, rank: int) -> str:
+    """Under which a further rank is recorded: `trainer/0#2 rank 1`."""
+    return f"{replica}#{incarnation} rank {rank}"
+
+
+def former_ranks(run_dir: Path, replica: ReplicaId, incarnation: int) -> list[RunProcess]:
+    """Ranks of earlier incarnations of `replica` that still run. The newest record of a process counts: a rank of a
+    standby becomes one of the rollout that the standby is promoted to."""
+    newest = {(int(line["pid"]), int(line["start_ticks"])): line for line in recorded_processes(run_dir)}
+    found = []
+    for (pid, ticks), line in newest.items():
+        owner, is_rank, _ = line["name"].partition(" rank ")
+        name, _, number = owner.rpartition("#")
+        if is_rank and name == replica and int(number) < incarnation and is_alive(pid, ticks):
+            found.append(RunProcess(pid=pid, start_ticks=ticks, name=line["name"], node=line["node"]))
+    return found
 
 
 class ProcessWatch:

@@ -30,7 +30,7 @@ from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.ids import ReplicaId
 from rolecall.core.rundir import registration_secret
 from rolecall.rl_runtime.faults import process_side as faults
-from rolecall.rl_runtime.processes import record_process
+from rolecall.rl_runtime.processes import rank_name, record_process
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class FurtherRanks:
         self._record(start.spawn.replica, start.spawn.incarnation, start.rank, process.pid)
 
     def _record(self, replica: ReplicaId, incarnation: int, rank: int, pid: int) -> None:
-        record_process(self._spawn.run.path, f"{replica}#{incarnation} rank {rank}", pid, node=self._spawn.node)
+        record_process(self._spawn.run.path, rank_name(replica, incarnation, rank), pid, node=self._spawn.node)
 
     def _watch(self) -> None:
         by_pidfd = {os.pidfd_open(process.pid): n for n, process in enumerate(self._processes)}

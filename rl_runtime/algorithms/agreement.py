@@ -64,7 +64,7 @@ def recomputed_log_probs(
     `logits_of`: logits under a version of `previous`. `cut`: rows by their lengths -> the places of those of each
     forward pass here; the rows of other ranks, which it leaves out, stay -1.
     """
-    apart_s = torch.full((len(batch.tokens_st),), -1.0, dtype=batch.sampler_logprobs_st.dtype)
+    apart_s = torch.full_like(batch.rewards_s, -1.0)
     found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
         return apart_s

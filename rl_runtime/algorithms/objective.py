@@ -170,6 +170,13 @@ def make_batch(
     )
 
 
+def batch_on(device: torch.device, batch: Batch) -> Batch:
+    """The batch with its tensors on `device`."""
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
+    return replace(batch, **moved)
+
+
 def parts_of(batch: Batch, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> list[Batch]:
     """These rows of the batch, each part up to its own column `ends`; the batch itself if it is one part.
 

@@ -39,7 +39,7 @@ def comparable(logits_stv: Tensor, sampling: SamplingConfig) -> Tensor:
     """(S, T), bool: where engine and trainer sample token t from the same tokens in spite of rounding, so that their
     log-probabilities can be compared. True at t = 0.
     """
-    same = torch.ones(logits_stv.shape[:2], dtype=torch.bool)
+    same = torch.ones(logits_stv.shape[:2], dtype=torch.bool, device=logits_stv.device)
     if not sampling.top_k and sampling.top_p == 1:
         return same
     with torch.no_grad():

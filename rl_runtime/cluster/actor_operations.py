@@ -9,6 +9,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ActuatorError, DeadlineExceeded
 from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.core.membership import STANDBY_ROLE
+from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, actor_name
 
 REASON_LENGTH_MAX = 600
@@ -49,17 +50,19 @@ class RayActorOperations:
     def __init__(self, job: JobConfig, classes: Callable[[], Mapping[str, Any]]) -> None:
         """`classes`: creates role -> actor class; called once, after Ray is connected."""
         self._job, self._make_classes = job.model_dump(mode="json"), classes
+        self._runtime = job.runtime
         self._classes: Mapping[str, Any] | None = None
         self._handles: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         name = actor_name(spawn.run_id, spawn.replica, spawn.incarnation)
-        options = {
+        options: dict[str, Any] = {
             "name": name,
             "namespace": NAMESPACE,
             "lifetime": "detached",
             "num_cpus": 0,
+            "num_gpus": num_gpus(spawn.replica, spawn.device, self._runtime),
             "resources": {str(spawn.node): 1},
             "max_restarts": 0,
             "max_task_retries": 0,

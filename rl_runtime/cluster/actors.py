@@ -223,13 +223,14 @@ class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         ranks = self._start_ranks(job.runtime.trainer_ranks, "rolecall.rl_runtime.trainer.multi_rank_trainer")
         from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
-        from rolecall.rl_runtime.trainer.ranks import ALONE
+        from rolecall.rl_runtime.trainer.ranks import Ranks
 
         address = _node_address()
         if ranks is not None:
             self._served = MultiRankTrainer(spawn, job, ranks, address=address, injection=self._injection)
         else:
-            self._served = make_service(spawn, job, address=address, ranks=ALONE, injection=self._injection)
+            alone = Ranks(device=spawn.device)
+            self._served = make_service(spawn, job, address=address, ranks=alone, injection=self._injection)
         reporter.enter_phase(Phase.WAIT)
 
 
@@ -254,6 +255,9 @@ class RolloutActor(_Actor):
             fixed_length=job.data is None and job.task.fixed_length,
             sampling=job.sampling,
             num_ranks=job.runtime.rollout_ranks,
+            device=spawn.device,
+            memory_share=job.runtime.rollout_memory_share,
+            cuda_graphs=job.runtime.rollout_cuda_graphs,
         )
         several: dict[str, Any] = {}
         if ranks is not None:

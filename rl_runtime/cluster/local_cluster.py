@@ -7,6 +7,9 @@ pipe that the raylet gives its agents, the other a pipe held open only by the su
 agents exits, so no raylet outlives a killed supervisor. Ray binds everything to loopback when the node address is a
 loopback address. Actors request `resources={"<node>": 1}` and no CPUs: rolecall does the placement, and Ray starts no
 idle workers in advance.
+
+A node's GPUs are those in its raylet's CUDA_VISIBLE_DEVICES: Ray narrows that list for each actor to the GPUs that the
+actor was given.
 """
 
 import logging
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -37,6 +40,7 @@ from rolecall.rl_runtime.cluster.ray_commands import (
     raylet_command,
     store_folder,
 )
+from rolecall.rl_runtime.device import VISIBLE_DEVICES
 from rolecall.rl_runtime.processes import kill_process, start_process
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE
 
@@ -48,6 +52,8 @@ STAGGER_SECONDS = 0.05
 """Delay between two raylets: raylets started simultaneously on one file system sometimes crash."""
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
+NONE_FOR_NONE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+"""An actor that requests no GPU sees none of its node's."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,7 @@ class Cluster:
     run: RunDir
     nodes: Sequence[NodeId]
     clock: Clock = field(default_factory=SystemClock)
+    gpus: Mapping[NodeId, Sequence[str]] = field(default_factory=dict)  # by node; empty: none computes on GPUs
     address: str = ""
     raylets: dict[NodeId, RayProcess] = field(default_factory=dict)
     gcs: RayProcess | None = None
@@ -171,10 +178,10 @@ class Cluster:
         self._logs.mkdir(parents=True, exist_ok=True)
         (self._session / "logs").symlink_to(self._logs)
 
-    def _start(self, name: str, argv: list[str], node: NodeId) -> RayProcess:
+    def _start(self, name: str, argv: list[str], node: NodeId, **environment: str) -> RayProcess:
         log = self._logs / f"{name}.console"
         process, ticks = start_process(
-            self.run, name, argv, log, node=node, cwd=self._temp, RAY_BACKEND_LOG_LEVEL="warning"
+            self.run, name, argv, log, node=node, cwd=self._temp, RAY_BACKEND_LOG_LEVEL="warning", **environment
         )
         if ticks is None:
             raise ActuatorError(f"{name} ended at once with code {process.wait()}{self._log_end(name)}")
@@ -216,8 +223,10 @@ class Cluster:
             logs=self._logs,
             store=store_folder(len(self.nodes), self._temp),
             head=head,
+            num_gpus=len(self.gpus.get(node, ())),
         )
-        started = self._start(f"raylet-{node}", argv, node)
+        visible = {VISIBLE_DEVICES: ",".join(self.gpus.get(node, ())), **NONE_FOR_NONE} if self.gpus else {}
+        started = self._start(f"raylet-{node}", argv, node, **visible)
         folder = self.run.node_dir(node)
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(

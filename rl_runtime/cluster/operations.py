@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.config.job import JobConfig
+from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.journal import Journal
@@ -23,7 +23,7 @@ from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
 from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
-from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, wait_gone
+from rolecall.rl_runtime.processes import RunProcess, former_ranks, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.protocol.membership import GONE
 from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
 
@@ -53,7 +53,9 @@ class Operations:
         actors: ActorOperations,
         clock: Clock,
         note: Callable[[str], None],
+        device: DeviceName = "cpu",
     ) -> None:
+        self._device = device
         self._run, self._job, self._journal, self._actors = run, job, journal, actors
         self._clock, self._note = clock, note
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="operation")
@@ -96,7 +98,8 @@ class Operations:
 
     # Long operations each run in a thread of the pool.
 
-    def start(self, what: Start, *, node_is_dead: bool) -> None:
+    def start(self, what: Start, *, refusal: str) -> None:
+        """`refusal`: why its node cannot take it; empty if it can."""
         record = Actual(
             replica=what.replica,
             incarnation=what.incarnation,
@@ -106,14 +109,19 @@ class Operations:
             because=what.because,
         )
         self._begin(record)
-        if node_is_dead:
-            self.lose(record, f"{what.node} has no raylet any more")
+        if refusal:
+            self.lose(record, refusal)
             return
         self._submit([(what.replica, what.incarnation)], lambda: self._start(record))
 
     def _start(self, record: Actual) -> None:
         spawn = make_spawn(
-            self._run, record.replica, record.incarnation, record.node, database_url=self._journal.store.url
+            self._run,
+            record.replica,
+            record.incarnation,
+            record.node,
+            database_url=self._journal.store.url,
+            device=self._device,
         )
         is_engine = split_replica(record.replica)[0] in ENGINE_ROLES
         if is_engine:
@@ -121,6 +129,8 @@ class Operations:
         try:
             if self._closed.is_set():
                 return
+            # They end with their first rank; one that does not would keep its device.
+            self._end_processes(former_ranks(self._run.path, record.replica, record.incarnation))
             born = self._actors.start(spawn, self._job.detector.first_unit_seconds)
         finally:
             if is_engine:
@@ -214,14 +224,16 @@ class Operations:
 
     def _kill(self, record: Actual) -> None:
         if record.pid:
-            kill_process(record.pid, record.start_ticks, signal.SIGKILL)
-            target = RunProcess(pid=record.pid, start_ticks=record.start_ticks, name=record.replica)
-            if wait_gone([target], KILL_SECONDS, self._clock):
-                raise ActuatorError(
-                    f"{record.replica}: process {record.pid} is not gone {KILL_SECONDS} s after SIGKILL"
-                )
+            self._end_processes([RunProcess(pid=record.pid, start_ticks=record.start_ticks, name=record.replica)])
         if record.actor:
             self._actors.forget(record.actor)
+
+    def _end_processes(self, processes: list[RunProcess]) -> None:
+        """Raises ActuatorError: one is not gone after SIGKILL."""
+        for process in processes:
+            kill_process(process.pid, process.start_ticks, signal.SIGKILL)
+        for left in wait_gone(processes, KILL_SECONDS, self._clock):
+            raise ActuatorError(f"{left.name}: process {left.pid} is not gone {KILL_SECONDS} s after SIGKILL")
 
     def _begin(self, record: Actual) -> None:
         self._journal.set_actual(record)

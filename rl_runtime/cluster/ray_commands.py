@@ -92,6 +92,7 @@ def raylet_command(
     logs: Path,
     store: Path,
     head: bool,
+    num_gpus: int = 0,
 ) -> list[str]:
     """Command line of one raylet, including that of its workers."""
     workers = _ray_folder() / "_private" / "workers"
@@ -130,7 +131,8 @@ def raylet_command(
         f"--node_id={node_id}",
         f"--node_ip_address={LOOPBACK}",
         "--maximum_startup_concurrency=2",
-        f"--static_resource_list={node},{NODE_CAPACITY},memory,1000000000,object_store_memory,{OBJECT_STORE_BYTES}",
+        f"--static_resource_list={node},{NODE_CAPACITY},memory,1000000000,object_store_memory,{OBJECT_STORE_BYTES}"
+        + (f",GPU,{num_gpus}" if num_gpus else ""),
         f"--python_worker_command={subprocess.list2cmdline(worker)}",
         "--java_worker_command=",
         "--cpp_worker_command=",

@@ -26,6 +26,7 @@ from rolecall.core.journal.payloads import ComponentRestarted, RunStarted
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
+from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
 from rolecall.rl_runtime.cluster.operations import Operations
@@ -43,6 +44,7 @@ from rolecall.rl_runtime.cluster.reconcile import (
     place,
     reconcile,
 )
+from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, gpus_of_nodes, num_gpus
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -149,16 +151,24 @@ class Supervisor:
         *,
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
         actors: ActorOperations | None = None,
+        hardware: Hardware | None = None,
     ) -> None:
-        """`classes`: role -> actor class, for tests with trivial actors; `actors` replaces Ray in tests without it."""
+        """`classes`: role -> actor class, for tests with trivial actors; `actors` replaces Ray in tests without it;
+        `hardware`: replaces what this machine has.
+
+        Raises:
+            ConfigError: this machine lacks the devices that the job computes on.
+        """
+        hardware = hardware or found_hardware()
+        gpus, device = gpus_of_nodes(job, hardware), device_of(job.runtime.device, hardware)
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)
-        self.cluster = Cluster(run, self.nodes, self.clock)
+        self.cluster = Cluster(run, self.nodes, self.clock, gpus)
         self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
-        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put)
+        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()
@@ -317,7 +327,7 @@ class Supervisor:
             case Start():
                 if split_replica(instruction.replica)[0] in self._held:
                     return
-                self._operations.start(instruction, node_is_dead=instruction.node in self._fenced_nodes)
+                self._operations.start(instruction, refusal=self._refusal(instruction, fleet))
             case Promote():
                 standby = fleet.actual[(instruction.standby, instruction.standby_incarnation)]
                 self._operations.promote(instruction, standby)
@@ -330,6 +340,20 @@ class Supervisor:
                     because=instruction.because,
                 )
                 self.journal.set_desired(wanted, expect_incarnation=instruction.incarnation - 1)
+
+    def _refusal(self, what: Start, fleet: ClusterState) -> str:
+        if what.node in self._fenced_nodes:
+            return f"{what.node} has no raylet any more"
+        if not self.cluster.gpus:
+            return ""
+        others = [
+            a for a in fleet.actual.values() if a.node == what.node and a.state in LIVING and a.replica != what.replica
+        ]
+        used = sum(num_gpus(a.replica, "cuda", self.job.runtime) for a in others)
+        needed, there = num_gpus(what.replica, "cuda", self.job.runtime), len(self.cluster.gpus.get(what.node, ()))
+        if used + needed <= there:
+            return ""
+        return f"{what.node} has {counted(there, 'GPU')}: {used} used, {needed} needed"
 
     def _agent_restarted(self, node: NodeId, because: str) -> None:
         self.journal.append(ComponentRestarted(what="agent", node=node, because=because))

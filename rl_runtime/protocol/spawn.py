@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from rolecall.core.config.job import DeviceName
 from rolecall.core.ids import NodeId, ReplicaId, RunId, split_replica
 from rolecall.core.rundir import RunDir, registration_secret
 
@@ -21,6 +22,7 @@ class ActorSpec:
     node: NodeId
     secret: str  # registration_secret of (replica, rank 0, incarnation)
     database_url: str
+    device: DeviceName = "cpu"  # of a role that computes
 
     def __repr__(self) -> str:
         # The secret must not reach any log: Ray prints arguments of failed calls.
@@ -38,7 +40,13 @@ def actor_name(run_id: str, replica: str, incarnation: int) -> str:
 
 
 def make_spawn(
-    run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None
+    run: RunDir,
+    replica: ReplicaId,
+    incarnation: int,
+    node: NodeId,
+    *,
+    database_url: str | None = None,
+    device: DeviceName = "cpu",
 ) -> ActorSpec:
     """The spec of one incarnation, of rank 0; its secret is derived from the run's token."""
     return ActorSpec(
@@ -49,4 +57,5 @@ def make_spawn(
         node=node,
         secret=registration_secret(run.token(), replica, 0, incarnation),
         database_url=database_url or run.database_url,
+        device=device,
     )

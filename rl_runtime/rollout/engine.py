@@ -24,6 +24,7 @@ from typing import Any, Final, cast
 import torch
 
 from rolecall.core.config.data import SamplingConfig
+from rolecall.core.config.job import DeviceName
 from rolecall.core.errors import ConfigError, DeadlineExceeded, RolecallError
 from rolecall.rl_runtime.model_folder import read_config, rows_of
 from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage, keep_storage_readable
@@ -41,6 +42,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_PLUGINS": "",  # load no installed plugins
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",  # even a group of one process opens a port
+    "NCCL_SOCKET_IFNAME": "lo",  # the ranks of an engine are on one node
 }
 """Must be set before `import vllm`; a different existing value is replaced."""
 
@@ -68,12 +70,15 @@ class EngineSettings:
     model_dir: str  # config.json
     max_model_len: int = 256  # prompt and response together, tokens
     num_seqs_max: int = 64  # requests computed in one step
-    kv_cache_bytes: int = 64 << 20
+    kv_cache_bytes: int = 64 << 20  # on a CPU; on GPUs the cache takes what `memory_share` leaves
     seed: int = 0
     dtype: str = "float32"  # of weights and computation; the weights sent must have it
     fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     num_ranks: int = 1  # tensor-parallel
+    device: DeviceName = "cpu"
+    memory_share: float = 0.9  # of each GPU, for all that the engine needs
+    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +319,12 @@ def _executor(place: EnginePlace) -> Any:
     return Executor
 
 
+def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
+    if settings.device == "cpu":
+        return {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_bytes}
+    return {"enforce_eager": not settings.cuda_graphs, "gpu_memory_utilization": settings.memory_share}
+
+
 def _start(settings: EngineSettings, place: EnginePlace) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -324,14 +335,12 @@ def _start(settings: EngineSettings, place: EnginePlace) -> Any:
         load_format="dummy",  # weights come by transfer, with proof; weights from the folder would be discarded
         dtype=settings.dtype,
         seed=settings.seed,
-        enforce_eager=True,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_seqs_max,
         max_num_batched_tokens=max(BATCHED_TOKENS_MIN, settings.max_model_len),
         # For a prompt computed in chunks, vLLM rewinds the request's generator by one draw, which is not possible on a
         # CPU.
         enable_chunked_prefill=False,
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
         enable_prefix_caching=True,  # samples of a group share their prompt; dropped at every update
         async_scheduling=False,  # a token must belong to the step that generated it
         scheduling_policy="priority",  # equal for all requests; the canary goes first
@@ -340,5 +349,6 @@ def _start(settings: EngineSettings, place: EnginePlace) -> Any:
         distributed_executor_backend="uni" if settings.num_ranks == 1 else _executor(place),
         worker_extension_cls=f"{RolecallWorker.__module__}.{RolecallWorker.__qualname__}",
         disable_log_stats=True,
+        **_device_arguments(settings),
     )
     return LLMEngine.from_engine_args(arguments)

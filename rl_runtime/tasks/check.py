@@ -6,6 +6,7 @@ and stay in memory.
 
 import importlib.util
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,9 +21,10 @@ import psutil
 
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.nvml import close_nvml, errors_of, open_nvml
-from rolecall.core.config.job import JobConfig, parse_job, unshared_heads
+from rolecall.core.config.job import DeviceName, JobConfig, parse_job, unshared_heads
 from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
-from rolecall.rl_runtime.memory_estimate import Device, FreeMemory, ModelSize, built_in_size, folder_size, shortages
+from rolecall.rl_runtime.device import device_of, found_hardware
+from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, built_in_size, folder_size, shortages
 from rolecall.rl_runtime.model_folder import check_weights, read_config, weight_shapes
 from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
 from rolecall.rl_runtime.tasks.tokenizer import local_vocabulary, vocabulary
@@ -45,7 +47,7 @@ def checked(job: JobConfig, seconds: float = CHECK_SECONDS) -> JobConfig:
     _check_loggers(job)
     if job.model.path is None:
         _check_evaluation_size(job)
-        _check_memory(job, free_memory())
+        _check_machine(job)
         return job
     argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
     try:
@@ -93,7 +95,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
     _collected("model", lambda: _check_model(job), problems)
     _collected("model", lambda: _check_layers(job), problems)
     _collected("runtime", lambda: _check_heads(job), problems)
-    _collected("roles", lambda: _check_memory(job, free_memory()), problems)
+    _collected("roles", lambda: _check_machine(job), problems)
     return list(dict.fromkeys(problems)), fingerprints or ("", "")
 
 
@@ -294,13 +296,18 @@ def model_size(job: JobConfig) -> ModelSize:
     return folder_size(weight_shapes(folder), read_config(folder), job.lora)
 
 
-def _check_memory(job: JobConfig, free: FreeMemory, device: Device = "cpu") -> str:
+def _check_machine(job: JobConfig) -> str:
+    device = device_of(job.runtime.device, found_hardware())
+    return _check_memory(job, free_memory(device), device)
+
+
+def _check_memory(job: JobConfig, free: FreeMemory, device: DeviceName = "cpu") -> str:
     if problems := shortages(job, model_size(job), free, device):
         raise ConfigError(problems)
     return ""
 
 
-def free_memory(device: Device = "cpu") -> FreeMemory:
+def free_memory(device: DeviceName = "cpu") -> FreeMemory:
     """Of this machine. Raises ConfigError: as `gpu_bytes`."""
     return FreeMemory(host_bytes=available_bytes(), gpu_bytes=gpu_bytes() if device == "cuda" else ())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
@@ -39,7 +39,8 @@ class MultiRankTrainer:
         at = self._store.host, self._store.port
         self._ranks = ranks
         ranks.tell("begin", address, at)
-        self._service = make_service(spawn, job, address=address, ranks=_ranks(job, 0, at), injection=injection)
+        own = _ranks(job, 0, at, spawn.device)
+        self._service = make_service(spawn, job, address=address, ranks=own, injection=injection)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)
@@ -62,7 +63,7 @@ def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], Non
         start.spawn,
         job,
         address=address,
-        ranks=_ranks(job, start.rank, at),
+        ranks=_ranks(job, start.rank, at, start.spawn.device),
         injection=start.injection,
     )
     while True:
@@ -90,7 +91,7 @@ def make_service(
     )
 
 
-def _ranks(job: JobConfig, rank: int, at: tuple[str, int]) -> Ranks:
+def _ranks(job: JobConfig, rank: int, at: tuple[str, int], device: DeviceName) -> Ranks:
     host, port = at
     size, tensor = job.runtime.trainer_ranks, job.runtime.trainer_tensor_ranks
-    return Ranks(rank, size, tensor=tensor, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS)
+    return Ranks(rank, size, tensor=tensor, host=host, port=port, seconds=RANKS_TIMEOUT_SECONDS, device=device)

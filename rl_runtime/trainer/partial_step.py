@@ -26,6 +26,7 @@ from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
     TokenSelection,
+    batch_on,
     divisors,
     make_batch,
     objective,
@@ -208,7 +209,7 @@ class Gradients:
         batch = make_batch(
             microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
         )
-        return batch, terms
+        return batch_on(self._ranks.device, batch), terms
 
     def _chunks(self, lengths: Sequence[int]) -> _Chunks:
         """Of rows of these lengths."""
@@ -303,9 +304,9 @@ class PartialStep:
     interrupted step restarts from the weights before it.
     """
 
-    def __init__(self, num_parameters: int) -> None:
+    def __init__(self, num_parameters: int, device: torch.device | str = "cpu") -> None:
         self._step, self._update = 0, 0
-        self._sum = torch.zeros(num_parameters, dtype=torch.float64)
+        self._sum = torch.zeros(num_parameters, dtype=torch.float64, device=device)
         self._done: dict[str, tuple[Microbatch, MicrobatchStats]] = {}
         self._lock = threading.Lock()
 

@@ -150,16 +150,16 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> DecoderOutput:
         del use_cache  # no cache: a trainer sees each sequence as a whole
-        cos_sd, sin_sd = self._angles(input_ids.shape[1])
+        cos_sd, sin_sd = self._angles(input_ids.shape[1], input_ids.device)
         x_bsh = self.embed_tokens(input_ids)
         for layer in self.layers:
             x_bsh = layer(x_bsh, cos_sd, sin_sd)
         return DecoderOutput(last_hidden_state=self.norm(x_bsh))
 
-    def _angles(self, length: int) -> tuple[Tensor, Tensor]:
-        even = torch.arange(0, self.shape.head_dim, 2, dtype=torch.int64).float()
+    def _angles(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        even = torch.arange(0, self.shape.head_dim, 2, dtype=torch.int64, device=device).float()
         inverse = 1.0 / (self.shape.rope_theta ** (even / self.shape.head_dim))
-        angles = torch.outer(torch.arange(length).float(), inverse)
+        angles = torch.outer(torch.arange(length, device=device).float(), inverse)
         both = torch.cat((angles, angles), dim=-1)
         return both.cos(), both.sin()
 

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rolecall.agent.reporter import reporter
+from rolecall.core.config.job import DeviceName
+from rolecall.rl_runtime.device import BACKENDS
 from rolecall.rl_runtime.tensor_parallel import Style, share_layers
 
 GROUP_NAME: Final = "ranks"
@@ -37,12 +39,21 @@ class Ranks:
     """This process's place among the ranks of its replica, and their collectives. One rank has none to wait for."""
 
     def __init__(
-        self, rank: int = 0, size: int = 1, *, tensor: int = 1, host: str = "", port: int = 0, seconds: float = 0.0
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        tensor: int = 1,
+        host: str = "",
+        port: int = 0,
+        seconds: float = 0.0,
+        device: DeviceName = "cpu",
     ) -> None:
         """Waits for all `size` ranks at the store `host`:`port`, and makes their process group the default one.
 
         `tensor`: how many of them share each layer; it divides `size`.
         `seconds`: longest wait for another rank, here and in each collective.
+        `device`: of all ranks; on GPUs each has that of its own number among those of the replica.
 
         Raises:
             RuntimeError: not all ranks arrived in time.
@@ -50,19 +61,24 @@ class Ranks:
         self.rank, self.size = rank, size
         self.num_shards, self.num_tensor = size // tensor, tensor
         self.shard_index, self.tensor_index = divmod(rank, tensor)
+        self.device = torch.device(device) if device == "cpu" else torch.device(device, rank)
+        """What this rank computes on, and has its tensors on."""
+        if device != "cpu":
+            torch.accelerator.set_device_index(rank)  # FSDP2 and NCCL take the current one
         self._mesh: Any = None
         if size == 1:
             return
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the ranks of a replica are on one node
+        # The ranks of a replica are on one node.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         timeout = timedelta(seconds=seconds)
         store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         dist.init_process_group(
-            "gloo", store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
+            BACKENDS[device], store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
         )
-        self._mesh = init_device_mesh("cpu", (self.num_shards, tensor), mesh_dim_names=(SHARD, TENSOR))
+        self._mesh = init_device_mesh(device, (self.num_shards, tensor), mesh_dim_names=(SHARD, TENSOR))
 
     @property
     def is_first(self) -> bool:

@@ -187,18 +187,18 @@ class ReduceGroup:
         self, local: torch.Tensor, *, bucket_bytes: int = BUCKET_BYTES, on_bucket: Callable[[], None] = nothing
     ) -> torch.Tensor:
         """The sum over all members, in a new tensor; `local` (flat) is unchanged. Alone: `local` itself, which must not
-        be changed then.
+        be changed then. Sums of a GPU are reduced in pinned memory of the host (decision 0032).
 
         Raises:
             PeerLost: a peer disconnected, or the timeout expired. The partial result is discarded.
         """
-        snapshot = local if self.size == 1 else local.clone()
+        snapshot = local if self.size == 1 else _copy_on_host(local)
         stride = max(1, bucket_bytes // local.element_size())
         for number, start in enumerate(range(0, snapshot.numel(), stride)):
             on_bucket()
             with reporter.collective():
                 self._all_reduce_in_place(snapshot[start : start + stride], f"bucket {number}")
-        return snapshot
+        return snapshot.to(local.device)
 
     def gather(self, message: bytes, *, on_bucket: Callable[[], None] = nothing) -> list[bytes]:
         """Every member's message, by rank. Raises PeerLost: as in `all_reduce`."""
@@ -246,6 +246,12 @@ class ReduceGroup:
         self.close(f"{what}: {_first_line(error)}")
         logger.warning("epoch %d: %s", self.epoch, self._failure)
         return PeerLost(epoch=self.epoch, because=self._failure)
+
+
+def _copy_on_host(local: torch.Tensor) -> torch.Tensor:
+    if local.device.type == "cpu":
+        return local.clone()
+    return torch.empty_like(local, device="cpu", pin_memory=True).copy_(local)
 
 
 def refuse_stale(replica: str, what: str, wanted: int, got: int) -> None:

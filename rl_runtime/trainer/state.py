@@ -35,7 +35,7 @@ from rolecall.rl_runtime.tensor_parallel import CUT, Style
 from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import VALUE_HEAD, compute_in, make_critic, make_model
 from rolecall.rl_runtime.trainer.ranks import ALONE, TENSOR, Ranks
-from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, tensor_entry
+from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, local_digest, tensor_entry
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
@@ -73,6 +73,7 @@ class Network:
     ) -> None:
         """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
         self.module, self.prefix, self._ranks = module, prefix, ranks
+        module.to(ranks.device)
         before = [p.data for _, p in sorted(module.named_parameters()) if p.requires_grad]
         has_frozen = any(not p.requires_grad for p in module.parameters())
         self._gathered_in = dtype if ranks.size > 1 and not has_frozen else None
@@ -117,7 +118,7 @@ class Network:
         )
         for parameter in self.masters:  # before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
@@ -185,24 +186,25 @@ class Network:
             layer.merge()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the weights to compute with, adapters merged, under the names of the model folder; what never
-        changes is not copied. Of several ranks all call it, and the first one gets the weights."""
+        """Copies of the weights to compute with, adapters merged, on the host, under the names of the model folder;
+        what is there and never changes is not copied. Of several ranks all call it, and the first one gets the
+        weights."""
         if self._ranks.size > 1:
             whole = (
                 (n, self._ranks.gathered(p.to(self._gathered_in or p.dtype), self.cut(own))) for own, n, p in self._sent
             )
-            return {n: weight.clone() for n, weight in whole if self._ranks.is_first}
-        return {n: p.detach().clone() if id(p) in self._changing else p.detach() for _, n, p in self._sent}
+            return {n: weight.to("cpu", copy=True) for n, weight in whole if self._ranks.is_first}
+        return {n: p.detach().to("cpu", copy=id(p) in self._changing) for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`weights`, under the names that the module's parameters have with adapters."""
         return {own: weights[n] for own, n, _ in self._sent}
 
     def kept_rows(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's rows of the weights to compute with, under the module's own names; of those that
-        change."""
+        """Copies on the host of this rank's rows of the weights to compute with, under the module's own names; of
+        those that change."""
         changing = ((own, p) for own, _, p in self._sent if id(p) in self._changing)
-        return {own: self._ranks.local(p).to(self._gathered_in or p.dtype, copy=True) for own, p in changing}
+        return {own: self._ranks.local(p).to("cpu", self._gathered_in or p.dtype, copy=True) for own, p in changing}
 
     @torch.no_grad()
     def logits_under(self, weights: Mapping[str, torch.Tensor], tokens_st: torch.Tensor) -> torch.Tensor:
@@ -210,7 +212,8 @@ class Network:
         take the place of its own for one forward pass. The network stays as it is."""
         inputs = {"input_ids": tokens_st, "use_cache": False}
         if self._ranks.size == 1:
-            found: torch.Tensor = functional_call(self.module, dict(weights), kwargs=inputs).logits
+            there = {name: weight.to(self._ranks.device) for name, weight in weights.items()}
+            found: torch.Tensor = functional_call(self.module, there, kwargs=inputs).logits
             return found
         mine = {own: self._ranks.local(p) for own, _, p in self._sent if own in weights}
         now = {own: rows.clone() for own, rows in mine.items()}
@@ -229,10 +232,10 @@ class Network:
                 yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
 
     def whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `tensors`, of all ranks together: copies, made one by one. All ranks call it."""
+        """As `tensors`, of all ranks together: copies on the host, made one by one. All ranks call it."""
         places = [(p.shape, self.cut(n)) for n, p in zip(self.names, self.parameters, strict=True) for _ in EXPORTED]
         for (name, local), (shape, cut) in zip(self.tensors(), places, strict=True):
-            yield name, self._ranks.whole(local, shape, cut).clone()
+            yield name, self._ranks.whole(local, shape, cut).to("cpu", copy=True)
 
     def parts(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What this rank holds of whole `tensors`, by their export names; those of others are left out."""
@@ -250,9 +253,10 @@ class Network:
 
     @property
     def sends_masters(self) -> bool:
-        """Whether the weights sent to engines are the masters, under the same names."""
+        """Whether the weights sent to engines are the masters themselves, under the same names."""
         return (
             self._ranks.size == 1
+            and self._ranks.device.type == "cpu"
             and len(self._sent) == len(self.masters)
             and all(p is master for p, master in zip(self.parameters, self.masters, strict=True))
         )
@@ -304,8 +308,8 @@ class TrainerState:
         self._snapshot: PolicySnapshot | None = None  # of the newest version that was asked for
         self._entries: tuple[TensorEntry, ...] = ()  # of the policy's masters
         self.weights_digest = self._digest_weights()
-        """SHA-256 over the entries (name, dtype, shape, SHA-256 of the bytes) of all masters of policy and critic, and
-        over the weights that adapters are added to."""
+        """SHA-256 over the entries (name, dtype, shape, `local_digest` of the bytes) of all masters of policy and
+        critic, and over the weights that adapters are added to."""
 
     def become(self, other: "TrainerState") -> None:
         """Of a draft: becomes a bitwise copy of the committed state."""
@@ -425,21 +429,22 @@ class TrainerState:
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         """Log-probability of each of `tokens` but the first, under the current weights."""
-        row = torch.tensor([list(tokens)], dtype=torch.int64)
+        row = torch.tensor([list(tokens)], dtype=torch.int64, device=self._ranks.device)
         with self._lock, torch.no_grad():
             logprobs, _ = token_logprobs(self.policy.module(input_ids=row, use_cache=False).logits, row)
         return tuple(float(x) for x in logprobs[0, 1:])
 
     def export(self, *, whole: bool = False) -> tuple[dict[str, torch.Tensor], str]:
-        """The state for a replacement: copies of all tensors, of several ranks this rank's rows, and the matching JSON
-        meta. `whole`: of all ranks together, at the first one; then all call it.
+        """The state for a replacement: copies of all tensors on the host, of several ranks this rank's rows, and the
+        matching JSON meta. `whole`: of all ranks together, at the first one; then all call it.
         """
         with self._lock:
             if whole and self._ranks.size > 1:
                 found = (named for network in self._networks for named in network.whole_tensors())
                 tensors = {name: t for name, t in found if self._ranks.is_first}
             else:
-                tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
+                named = (pair for network in self._networks for pair in network.tensors())
+                tensors = {name: t.to("cpu", copy=True) for name, t in named}
             meta = {
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
@@ -497,7 +502,9 @@ class TrainerState:
         return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
-        self._entries, *critic = (entries_of(dict(zip(n.names, n.masters, strict=True))) for n in self._networks)
+        self._entries, *critic = (
+            entries_of(dict(zip(n.names, n.masters, strict=True)), local_digest) for n in self._networks
+        )
         prefixed = (replace(e, name=f"{CRITIC}{e.name}") for entries in critic for e in entries)
         masters = entries_digest((*self._entries, *prefixed))
         return hashlib.sha256((self._frozen + masters).encode()).hexdigest() if self._frozen else masters

@@ -82,7 +82,7 @@ from rolecall.rl_runtime.trainer.reduce import (
 )
 from rolecall.rl_runtime.trainer.state import TrainerState, first_state
 from rolecall.rl_runtime.trainer.step_totals import StepTotals, update_divisors
-from rolecall.rl_runtime.weights.digest import DTYPES, tensor_digest
+from rolecall.rl_runtime.weights.digest import DTYPES, local_digest
 
 
 class TrainerReplica:
@@ -127,7 +127,7 @@ class TrainerReplica:
         self._has_state = has_state
         reference = None
         if job.algorithm.kl_coefficient > 0:
-            reference = make_model(job.model, self.vocab, job.seed).to(dtype).requires_grad_(False)
+            reference = make_model(job.model, self.vocab, job.seed).to(ranks.device, dtype).requires_grad_(False)
             if job.model.dtype != "float32":
                 compute_in(reference, DTYPES[job.model.dtype])
         self._gradients = Gradients(
@@ -140,7 +140,7 @@ class TrainerReplica:
             ranks=ranks,
             on_backward=partial(on_stage, BACKWARD),
         )
-        self._partial = PartialStep(self.state.num_parameters)
+        self._partial = PartialStep(self.state.num_parameters, ranks.device)
         self._stores_lock = threading.Lock()
         self._stores: dict[int, EpochStore] = {}
         self._group: ReduceGroup | None = None
@@ -464,7 +464,7 @@ class TrainerReplica:
                     step=step,
                     update=update,
                     microbatches=local.stats,
-                    gradient_digest=tensor_digest(sums),
+                    gradient_digest=local_digest(sums),
                     weights_digest=state.weights_digest,
                     ledger=ledger,
                 )

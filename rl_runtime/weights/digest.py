@@ -6,12 +6,15 @@ and 0.0 differ, and so do two NaNs with different payloads. There is no floating
 
 A trainer hashes several gigabytes in each step of a large model: BLAKE3 takes a third of the time of SHA-256, and a
 tree of chunks can be hashed in threads (decision 0002).
+
+What trainers compare in a vote stays on their devices: `local_digest` of a tensor on a GPU is computed there (decision
+0032). It detects faults, not attacks, and never leaves the vote.
 """
 
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -42,6 +45,15 @@ THREADED_BYTES: Final = 8 << 20
 """Shorter inputs take no longer to hash than threads take to start."""
 NUM_THREADS_MAX: Final = 4
 
+LANES: Final = (-0x61C8864680B583EB, -0x2E8AB3DC5A1C7A2D)
+"""Odd weights of a word's position in the two sums of `device_digest`, as signed 64-bit numbers. The first is that of
+SplitMix64 (Steele et al., OOPSLA 2014)."""
+MIXING: Final = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+"""SplitMix64's shifts and multipliers."""
+LAST_SHIFT: Final = 31
+PIECE_BYTES: Final = 64 << 20
+"""Hashed at once on a device: bounds the memory of intermediate results."""
+
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in row-major order, without a copy if it is contiguous and on the CPU.
@@ -62,17 +74,58 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return blake3(raw, max_threads=min(NUM_THREADS_MAX, len(os.sched_getaffinity(0))) if long else 1).hexdigest()
 
 
-def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+def device_digest(tensor: torch.Tensor) -> str:
+    """128 bits over the tensor's raw bytes, computed on its device: hex, the same on every device.
+
+    For each of two lanes the sum, modulo 2^64, of mix(word + lane * position) over the 64-bit words, the last one
+    padded with zeros. `mix` is a bijection, so that any change of one word changes both sums; integer sums do not
+    depend on their order. Dtype and shape are not covered: they belong to the entry.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    totals = [0, 0]
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        piece = flat[start : start + PIECE_BYTES]
+        if piece.numel() % 8 or piece.storage_offset() % 8:  # not words in memory
+            piece = torch.nn.functional.pad(piece, (0, -piece.numel() % 8)).clone()
+        words = piece.view(torch.int64)
+        positions = torch.arange(start // 8 + 1, start // 8 + 1 + len(words), device=words.device)
+        sums = torch.stack([_mixed(positions.mul(lane).add_(words)).sum() for lane in LANES])
+        totals = [total + part for total, part in zip(totals, sums.tolist(), strict=True)]
+    return "".join(f"{total % (1 << 64):016x}" for total in totals)
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """In place. SplitMix64's finalizer: each of the 2^64 words has another result."""
+    for shift, multiplier in MIXING:
+        words.bitwise_xor_(_shifted(words, shift)).mul_(multiplier)
+    return words.bitwise_xor_(_shifted(words, LAST_SHIFT))
+
+
+def _shifted(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right, filled with zeros: of signed words torch copies the sign."""
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def local_digest(tensor: torch.Tensor) -> str:
+    """For comparisons between trainers on devices of one kind: computed where the tensor is."""
+    return tensor_digest(tensor) if tensor.device.type == "cpu" else device_digest(tensor)
+
+
+def tensor_entry(
+    name: str, tensor: torch.Tensor, digest_of: Callable[[torch.Tensor], str] = tensor_digest
+) -> TensorEntry:
     """Name, dtype, shape and digest of one tensor. Raises WireError: the dtype is not transferable."""
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None:
         raise WireError(f"{name}: dtype {tensor.dtype} may not travel")
-    return TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), digest=tensor_digest(tensor))
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), digest=digest_of(tensor))
 
 
-def entries_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+def entries_of(
+    tensors: Mapping[str, torch.Tensor], digest_of: Callable[[torch.Tensor], str] = tensor_digest
+) -> tuple[TensorEntry, ...]:
     """Entries of all tensors, sorted by name."""
-    return tuple(tensor_entry(name, tensors[name]) for name in sorted(tensors))
+    return tuple(tensor_entry(name, tensors[name], digest_of) for name in sorted(tensors))
 
 
 def entries_digest(entries: Iterable[TensorEntry]) -> str:

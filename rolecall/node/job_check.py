@@ -1,9 +1,9 @@
 """Checks of a job file against this machine (`rolecall doctor JOB`): does what its processes need at their peak fit?"""
 
-from rolecall.core.config.job import JobConfig
+from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.text import counted
 from rolecall.node.doctor import CheckLevel, NodeCheck
-from rolecall.rl_runtime.memory_estimate import Device, FreeMemory, ModelSize, RankNeed, gib, needs, shortages
+from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, gib, needs, shortages
 
 NOUNS = {"reward": "worker", "controller": "process", "node": "node"}
 FIX = (
@@ -12,7 +12,7 @@ FIX = (
 )
 
 
-def examine_job(job: JobConfig, size: ModelSize, free: FreeMemory, device: Device = "cpu") -> tuple[NodeCheck, ...]:
+def examine_job(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> tuple[NodeCheck, ...]:
     """What each role needs, then what does not fit. Pure."""
     found = needs(job, size, device)
     checks = [

@@ -31,6 +31,7 @@ from rolecall.reports.report import write_report
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.device import found_hardware, gpus_of_nodes
 from rolecall.rl_runtime.tasks.check import checked
 from rolecall.session.children import (
     LOGGERS_SECONDS,
@@ -94,8 +95,9 @@ class Session:
             ConfigError, NotEnoughNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
-        check_ray()  # these four raise before a directory exists
+        check_ray()  # these five raise before a directory exists
         place(self.job)
+        gpus_of_nodes(self.job, found_hardware())
         target_of(self.job.recovery, os.environ)
         self.job = checked(self.job)
         run, journal = self._create()

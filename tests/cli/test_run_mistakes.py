@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from rolecall.cli.main import main
+from rolecall.rl_runtime.device import Hardware
+from rolecall.session import session
 from tests.e2e.runs import command
 from tests.rl_runtime.chat_model import write_chat_model
 
@@ -80,6 +82,14 @@ RANKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model": {"num_heads": 6, "num_kv_heads": 2}, "runtime": {"rollout_ranks": 3}},
         ("runtime.rollout_ranks: 3 ranks and the model's 2 key-value heads: neither divides the other",),
     ),
+    "key-value heads that the trainer's tensor ranks do not divide": (
+        {"runtime": {"trainer_ranks": 4, "trainer_tensor_ranks": 4}},
+        ("runtime.trainer_tensor_ranks: 4 ranks do not divide the model's 2 key-value heads",),
+    ),
+    "tensor ranks that do not divide the trainer's ranks": (
+        {"runtime": {"trainer_ranks": 3, "trainer_tensor_ranks": 2}},
+        ("runtime.trainer_tensor_ranks: ", "trainer_ranks"),
+    ),
     "heads of a model folder": (
         {**JOB, "runtime": {"nodes": 4, "standbys": 0, "rollout_ranks": 2}},
         ("runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",),
@@ -109,6 +119,28 @@ def test_a_mistake_about_ranks_is_found_before_anything_starts(
     write_chat_model(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "say 1", "answer": "1"}\n')
     (tmp_path / "mine.py").write_text("def right(response, answer):\n    return float(response == answer)\n")
+    refused(tmp_path, capsys, job, reasons)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        ((), "runtime.device: cuda, but this machine has no NVIDIA GPU"),
+        (("0", "1"), "runtime.nodes: the job needs 6 nodes with 2 GPUs each"),
+    ],
+)
+def test_ranks_without_devices_are_found_before_anything_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[str, ...],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(session, "found_hardware", lambda: Hardware(gpus=gpus, is_cuda_build=True))
+    refused(tmp_path, capsys, {"runtime": {"device": "cuda", "trainer_ranks": 2}}, (reason,))
+
+
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], job: dict[str, Any], reasons: tuple[str, ...]) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     before, there = set(psutil.Process().children(recursive=True)), sorted(tmp_path.rglob("*"))
     assert main(["run", str(tmp_path / "job.yaml"), "--id", "mine", "--runs", str(tmp_path / "runs")]) == 2

@@ -214,3 +214,13 @@ def test_one_rank_is_not_part_of_a_dump() -> None:
     assert not {"trainer_ranks", "trainer_tensor_ranks"} & JobConfig().model_dump()["runtime"].keys()
     dumped = parse_job({"runtime": {"trainer_ranks": 2}}).model_dump(mode="json")
     assert dumped["runtime"]["trainer_ranks"] == 2 and parse_job(dumped).runtime.trainer_ranks == 2
+
+
+def test_the_device_is_part_of_a_dump_only_where_the_job_names_it() -> None:
+    ours = {"device", "rollout_memory_share", "rollout_cuda_graphs"}
+    assert not ours & JobConfig().model_dump()["runtime"].keys()
+    given = {"device": "cpu", "rollout_memory_share": 0.5, "rollout_cuda_graphs": False}
+    dumped = parse_job({"runtime": given}).model_dump(mode="json")
+    assert {name: dumped["runtime"][name] for name in ours} == given
+    assert _problems({"runtime": {"device": "tpu"}}) == ("runtime.device: Input should be 'cpu' or 'cuda', got 'tpu'",)
+    assert "rollout_memory_share" in "".join(_problems({"runtime": {"rollout_memory_share": 1.0}}))

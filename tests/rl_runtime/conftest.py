@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.rl_runtime.device import device_of, found_hardware
 from rolecall.rl_runtime.weights.port import TensorServer
 from tests.rl_runtime.rollout_rig import Rig
 from tests.rl_runtime.weight_port import TOKEN, Start
 from tests.support import eventually
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and device_of(None, found_hardware()) == "cpu":
+        pytest.skip("needs an NVIDIA GPU and a CUDA build of torch")
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.config.job import JobConfig
+from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import NodeId, ReplicaId, replica_id
 from rolecall.core.rundir import RunDir
@@ -16,16 +16,18 @@ from rolecall.rl_runtime.processes import is_alive, recorded_processes
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.rank_processes import FurtherRanks
 from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, further_rank, make_service
-from rolecall.rl_runtime.trainer.ranks import ALONE
+from rolecall.rl_runtime.trainer.ranks import Ranks
 from tests.rl_runtime.trainer_process import DEADLINE_SECONDS, LEDGER, PRELOADED, make_microbatches
 from tests.support import eventually
 
 NODE = NodeId("node-1")
 
 
-def serve(conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job: JobConfig) -> None:
+def serve(
+    conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job: JobConfig, device: DeviceName
+) -> None:
     """Body of the process: obeys (method, args) until the pipe closes."""
-    spawn = make_spawn(RunDir(run), replica, incarnation, NODE)
+    spawn = make_spawn(RunDir(run), replica, incarnation, NODE, device=device)
 
     def injection() -> faults.Injection:
         return faults.Injection(spawn.run_dir, job.injection_allowed)
@@ -36,7 +38,8 @@ def serve(conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job
         ranks = FurtherRanks(spawn, job, size=job.runtime.trainer_ranks, body=body)
         service = MultiRankTrainer(spawn, job, ranks, address="127.0.0.1", injection=injection)
     else:
-        service = make_service(spawn, job, address="127.0.0.1", ranks=ALONE, injection=injection)
+        alone = Ranks(device=device)
+        service = make_service(spawn, job, address="127.0.0.1", ranks=alone, injection=injection)
     conn.send(("ok", None))
     while True:
         try:
@@ -52,12 +55,14 @@ def serve(conn: Connection, run: Path, replica: ReplicaId, incarnation: int, job
 class MultiRankProcess:
     """The test's handle on one replica."""
 
-    def __init__(self, run: RunDir, index: int, job: JobConfig, incarnation: int = 1) -> None:
+    def __init__(
+        self, run: RunDir, index: int, job: JobConfig, incarnation: int = 1, *, device: DeviceName = "cpu"
+    ) -> None:
         self.replica, self.incarnation, self._run, self._job = replica_id("trainer", index), incarnation, run, job
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._conn, theirs = context.Pipe()
-        args = theirs, run.path, self.replica, incarnation, job
+        args = theirs, run.path, self.replica, incarnation, job, device
         self.process = context.Process(target=serve, args=args)
         self.process.start()
         theirs.close()

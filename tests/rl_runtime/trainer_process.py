@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from rolecall.agent.reporter import reporter
-from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import ReplicaId, replica_id
 from rolecall.core.journal.payloads import ChainHead
@@ -59,6 +59,7 @@ class Place:
     num_tensor: int = 1
     store: tuple[str, int] = ("", 0)  # where the ranks of the replica meet
     float64: bool = False
+    device: DeviceName = "cpu"
 
 
 def tiny_job(name: str = "grpo", *, algorithm: Mapping[str, Any] | None = None, **runtime: Any) -> JobConfig:
@@ -143,7 +144,7 @@ class Spied(TrainerReplica):
         self.state.apply = spy  # type: ignore[method-assign]
 
     def gradient_of(self, step: int) -> dict[str, Any]:
-        return {n: g.numpy() for n, g in self.gradients[step].items()}
+        return {n: g.cpu().numpy() for n, g in self.gradients[step].items()}
 
     def exported(self, whole: bool = False) -> tuple[dict[str, Any], str]:
         tensors, meta = self.state.export(whole=whole)
@@ -192,6 +193,7 @@ def serve(
         host=place.store[0],
         port=place.store[1],
         seconds=DEADLINE_SECONDS,
+        device=place.device,
     )
     seen: Counter[str] = Counter()
 

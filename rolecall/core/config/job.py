@@ -232,9 +232,15 @@ class RecoveryConfig(Section):
     notify: NotifyConfig = NotifyConfig()
 
 
+DeviceName = Literal["cpu", "cuda"]
+
+
 class RuntimeConfig(Section):
     nodes: Annotated[int, Field(ge=1, le=512)] = 7
     """Nodes of the local cluster."""
+    device: DeviceName | None = None
+    """What trainers and engines compute on. cuda: each rank has a GPU of its own; all nodes but the first share the
+    machine's GPUs equally. null: cuda where the machine has NVIDIA GPUs and the installed torch is a CUDA build."""
     trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
     lost and replaced as a whole."""
@@ -256,7 +262,11 @@ class RuntimeConfig(Section):
     group_timeout_seconds: Seconds = 20.0
     """Timeout of the trainers' process group: the only way out of a partition."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
-    """KV cache of each rollout engine."""
+    """KV cache of each rollout engine on a CPU."""
+    rollout_memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Share of each GPU's memory that an engine takes, for weights, KV cache and graphs. No meaning on a CPU."""
+    rollout_cuda_graphs: bool = True
+    """Engines replay recorded CUDA graphs: faster decoding, for memory and a longer start. No meaning on a CPU."""
     transfer_timeout_seconds: Seconds = 10.0
     """Deadline of one weight transfer."""
     reward_check_share: Annotated[float, Field(ge=0, le=1)] = 0.02
@@ -269,15 +279,28 @@ class RuntimeConfig(Section):
 
     def ranks(self) -> dict[str, int]:
         """Role -> ranks of each replica, where it has several."""
-        found = {"trainer": self.trainer_ranks, "rollout": self.rollout_ranks, STANDBY_ROLE: self.rollout_ranks}
-        return {role: number for role, number in found.items() if number > 1}
+        return {role: number for role, number in self.computing_ranks().items() if number > 1}
+
+    def computing_ranks(self) -> dict[str, int]:
+        """Role -> ranks of each replica, of the roles whose ranks need a device."""
+        return {"trainer": self.trainer_ranks, "rollout": self.rollout_ranks, STANDBY_ROLE: self.rollout_ranks}
 
     @model_serializer(mode="wrap")
-    def _only_if_several(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # The digest of a job without it stays that of earlier versions.
+    def _only_what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # The digest of a job without these stays that of earlier versions.
         dumped: dict[str, Any] = handler(self)
-        ranks = ("trainer_ranks", "trainer_tensor_ranks", "rollout_ranks")
-        return {k: v for k, v in dumped.items() if k not in ranks or v > 1}
+        fields = type(self).model_fields
+        return {k: v for k, v in dumped.items() if k not in _OMITTED_DEFAULTS or v != fields[k].default}
+
+
+_OMITTED_DEFAULTS = (
+    "trainer_ranks",
+    "trainer_tensor_ranks",
+    "rollout_ranks",
+    "device",
+    "rollout_memory_share",
+    "rollout_cuda_graphs",
+)
 
 
 def unshared_heads(num_heads: int, num_kv_heads: int, runtime: RuntimeConfig) -> list[str]:

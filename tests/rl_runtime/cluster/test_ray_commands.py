@@ -22,9 +22,10 @@ def test_any_other_version_is_refused_with_the_required_one(version: str) -> Non
         check_ray(version)
 
 
-def test_the_lock_and_the_extra_install_that_version() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_lock_and_the_extra_install_that_version(device: str) -> None:
     check_ray()
-    lines = (ROOT / "requirements" / "linux-cpu.txt").read_text().splitlines()
+    lines = (ROOT / "requirements" / f"linux-{device}.txt").read_text().splitlines()
     (locked,) = [line for line in lines if line.startswith("ray==")]
     check_ray(locked.removeprefix("ray=="))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -20,7 +20,8 @@ from rolecall.rl_runtime.cluster import reconcile as decision
 from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.processes import run_environment
+from rolecall.rl_runtime.device import Hardware
+from rolecall.rl_runtime.processes import rank_name, record_process, run_environment
 from rolecall.rl_runtime.protocol.spawn import ActorSpec, actor_name
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -32,6 +33,7 @@ class SleepActors:
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.specs: list[ActorSpec] = []
         self.promoted: list[tuple[str, str, int, str]] = []
         self.renewals = 0
         self.refuse: dict[str, Exception] = {}
@@ -43,6 +45,7 @@ class SleepActors:
 
     def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         with self._lock:
+            self.specs.append(spawn)
             self.starting += 1
             self.starting_most = max(self.starting, self.starting_most)
         try:
@@ -81,10 +84,10 @@ class SleepActors:
 
 
 class Rig:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, hardware: Hardware = Hardware(gpus=(), is_cuda_build=False)) -> None:
         self.run: RunDir = create_run_dir(root, "r")
         self.actors = SleepActors()
-        self.supervisor = Supervisor(self.run, parse_job({}), actors=self.actors)
+        self.supervisor = Supervisor(self.run, parse_job({}), actors=self.actors, hardware=hardware)
         self.supervisor._held = frozenset()
         self.journal = self.supervisor.journal
 
@@ -112,6 +115,10 @@ class Rig:
     def events(self, kind: EventKind) -> list[Event]:
         return self.journal.events(kinds=[kind])
 
+    def close(self) -> None:
+        self.actors.end()
+        self.supervisor.stop()
+
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
@@ -119,8 +126,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     try:
         yield made
     finally:
-        made.actors.end()
-        made.supervisor.stop()
+        made.close()
 
 
 def test_desired_replicas_are_started_and_recorded(rig: Rig) -> None:
@@ -294,3 +300,40 @@ def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
         supervisor.start()
     assert not (run.path / "processes.jsonl").exists() and not (run.path / "run.json").exists()
     supervisor.stop()
+
+
+def test_a_node_without_a_free_gpu_takes_no_further_replica(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, hardware=Hardware(gpus=tuple("012345"), is_cuda_build=True))
+    try:
+        rig.want("trainer/0", node="node-1")
+        rig.until("trainer/0", 1, S.READY)
+        rig.want("trainer/1", node="node-1")
+        assert rig.until("trainer/1", 1, S.LOST).because == "node-1 has 1 GPU: 1 used, 1 needed"
+        rig.want("reward/0", node="node-1")
+        rig.until("reward/0", 1, S.READY)
+        rig.want("trainer/0", 2, node="node-1")
+        rig.until("trainer/0", 2, S.READY)
+        assert {a.device for a in rig.actors.specs} == {"cuda"}
+    finally:
+        rig.close()
+
+
+def test_a_replacement_begins_when_the_ranks_of_its_former_incarnations_are_gone(rig: Rig) -> None:
+    rig.want("trainer/0")
+    rig.until("trainer/0", 1, S.READY)
+    ranks = [subprocess.Popen(["sleep", "600"]) for _ in range(3)]
+    try:
+        orphan, promoted, another = ranks
+        record_process(rig.run.path, rank_name(ReplicaId("trainer/0"), 1, 1), orphan.pid)
+        record_process(rig.run.path, rank_name(ReplicaId("trainer/0"), 1, 1), promoted.pid)
+        record_process(rig.run.path, rank_name(ReplicaId("rollout/0"), 2, 1), promoted.pid)
+        record_process(rig.run.path, rank_name(ReplicaId("trainer/0"), 2, 1), another.pid)
+        rig.want("trainer/0", 2)
+        rig.until("trainer/0", 2, S.READY)
+        assert orphan.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+        assert promoted.poll() is None, "the newest record of a process says whose it is"
+        assert another.poll() is None, "it is of the incarnation that starts"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

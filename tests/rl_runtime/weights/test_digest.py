@@ -7,11 +7,15 @@ from blake3 import blake3
 from rolecall.core.errors import WireError
 from rolecall.rl_runtime.weights.digest import (
     DTYPES,
+    LANES,
+    PIECE_BYTES,
     THREADED_BYTES,
     build_manifest,
     check_manifest,
+    device_digest,
     entries_digest,
     entries_of,
+    local_digest,
     manifest_digest,
     raw_bytes,
     tensor_digest,
@@ -111,3 +115,56 @@ def test_part_a_sees_every_change_of_the_bytes(fault: str) -> None:
         case "reshaped":
             got["embed"] = got["embed"].reshape(4, 8)
     assert manifest_digest(manifest.policy_version, entries_of(got)) != manifest.digest
+
+
+def reference_digest(raw: bytes) -> str:
+    """`device_digest` in plain integers, from SplitMix64's published constants."""
+    mask = (1 << 64) - 1
+    words = [int.from_bytes(raw[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(raw), 8)]
+
+    def mixed(x: int) -> int:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    sums = (sum(mixed((w + lane * n) & mask) for n, w in enumerate(words, 1)) & mask for lane in LANES)
+    return "".join(f"{total:016x}" for total in sums)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 1001])
+def test_the_device_digest_is_that_of_plain_integers(size: int) -> None:
+    raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    assert device_digest(raw) == reference_digest(raw.numpy().tobytes())
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_the_device_digest_reads_every_dtype_at_any_place_in_memory(dtype: str) -> None:
+    t = torch.randn(37, 3, generator=torch.Generator().manual_seed(0)).to(DTYPES[dtype])
+    for view in (t, t[1:], t.t(), t[0, 0], t[:0]):
+        assert device_digest(view) == reference_digest(raw_bytes(view).tobytes())
+
+
+def test_the_device_digest_shows_every_change_across_pieces() -> None:
+    long = torch.zeros(PIECE_BYTES + 24, dtype=torch.uint8)
+    before = device_digest(long)
+    seen = {before}
+    for place in (0, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 23):
+        changed = long.clone()
+        changed[place] = 1
+        seen.add(device_digest(changed))
+    assert len(seen) == 5
+    swapped = torch.arange(64, dtype=torch.int64)
+    order = torch.tensor([*range(1, 64), 0])
+    assert device_digest(swapped) != device_digest(swapped[order]), "the sums depend on the place of a word"
+    assert device_digest(torch.tensor([0.0])) != device_digest(torch.tensor([-0.0]))
+
+
+def test_the_vote_keeps_blake3_on_a_cpu() -> None:
+    t = torch.arange(5.0)
+    assert local_digest(t) == tensor_digest(t) != device_digest(t)
+
+
+@pytest.mark.gpu
+def test_the_device_digest_on_a_gpu_is_that_on_a_cpu() -> None:
+    t = torch.randn(1 << 20, generator=torch.Generator().manual_seed(1))
+    assert local_digest(t.cuda()) == device_digest(t)

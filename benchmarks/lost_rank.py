@@ -88,8 +88,8 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
         _Injection(run, "trainer-kill", "", "kill", STOP_SECONDS_MAX, SystemClock()).perform([target])
         target = until("the replacement's rank", FAULT_SECONDS, lambda lost=target: successor(run, lost))
     injection = _Injection(run, f"{role}-{KINDS[how]}", at, how, STOP_SECONDS_MAX, SystemClock())
-    begun = time.time()
-    met = injection.perform([target])["met"]  # of a stop: returns when the target has been ended
+    record = injection.perform([target])  # of a stop: returns when the target has been ended
+    begun = record["injected_at"]
 
     def closed() -> dict[str, Any] | None:
         with closing(Journal(run.database_url, create=False)) as journal:
@@ -114,7 +114,7 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
             "role": role,
             "at": at,
             "how": how,
-            "met": met,
+            "met": record["met"],
             "named": suspect is not None and (suspect.replica, suspect.rank) == (replica, int(rank)),
             "fault": str(diagnosis.diagnosis.fault_class),
             "others": sum(e.kind is EventKind.INCIDENT_OPENED for e in events) - 1,

@@ -1,7 +1,7 @@
 """The in-process half of fault injection: a process injects faults into itself at named checkpoints, on request.
 
 A process calls `checkpoint(name)` at each place where work may be interrupted (the constants below). Without the job's
-permission this costs one comparison. With it, at most one `stat` per `CHECK_SECONDS` of
+permission this costs one comparison. With it, at most one `stat` per name and `CHECK_SECONDS` of
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
 a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
@@ -101,7 +101,7 @@ class Injection:
         ticks = process_start_ticks(pid)
         assert ticks is not None, "a process that runs has a start time"
         self._request_path, self._effect_path = request_path(self._run, pid, ticks), effect_path(self._run, pid, ticks)
-        self._next_check = 0.0
+        self._next_checks: dict[str, float] = {}
         self._done: set[str] = set()
         self._taking = threading.Lock()
         self._lasting: InjectionRequest | None = None
@@ -124,8 +124,8 @@ class Injection:
         if not self._allowed:
             return None
         now, factor = self._clock.monotonic(), None
-        if now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
+        if now >= self._next_checks.get(name, 0.0):
+            self._next_checks[name] = now + CHECK_SECONDS
             factor = self._begin_requested(name, now)
         if self._lasting is not None and (not self._lasting.at or self._lasting.at == name):
             if now >= self._lasts_until:

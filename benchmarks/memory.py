@@ -171,7 +171,7 @@ CASES = (
         settings={"runtime": {"kv_cache_bytes": 256 * MIB}},
     ),
     Case(name="engine of 2 ranks, folder of 58 M", kind="engine", model="llama-58m", tuned=True, settings=TP2),
-    Case(name="engine of 2 ranks, 51 M", kind="engine", model=M51, settings=TP2),
+    Case(name="engine of 2 ranks, 25 M", kind="engine", model=M25, settings=TP2),
     Case(name="a run, 0.9 M", kind="run", model={}, tuned=True),
 )
 

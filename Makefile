@@ -1,8 +1,16 @@
 # Everything runs from .venv, which the first target makes by itself from the pinned lock (about 2.7 GB, 2 minutes).
 PYTHON ?= python3
-# cpu or cuda: the lock to install. By hardware; `make setup DEVICE=cpu` overrides.
-DEVICE ?= $(if $(wildcard /dev/nvidia[0-9]*)$(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 VENV := .venv
+# cpu or cuda: the lock to install. As installed before, else by hardware; `make setup DEVICE=cpu` changes it.
+ifndef DEVICE
+DEVICE := $(patsubst $(VENV)/.ready-%,%,$(firstword $(wildcard $(VENV)/.ready-*)))
+endif
+ifeq ($(DEVICE),)
+DEVICE := $(if $(wildcard /dev/nvidia[0-9]*),cuda,cpu)
+endif
+ifeq ($(filter cpu cuda,$(DEVICE)),)
+$(error DEVICE is cpu or cuda, not $(DEVICE))
+endif
 READY := $(VENV)/.ready-$(DEVICE)
 BIN := $(VENV)/bin
 ARGS ?=

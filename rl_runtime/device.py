@@ -78,7 +78,10 @@ def gpus_of_nodes(job: JobConfig, hardware: Hardware) -> dict[NodeId, tuple[str,
     share = len(hardware.gpus) // num_nodes
     if share < needed:
         needs = f"{counted(num_nodes, 'node')} with {counted(needed, 'GPU')} each, one for each rank of a replica"
-        why = f"{needs} (the first node needs none); this machine has {len(hardware.gpus)}"
+        why = (
+            f"{needs} (the first node needs none); this machine has {len(hardware.gpus)}: fewer replicas need less, "
+            "and `make setup DEVICE=cpu` needs none"
+        )
         raise ConfigError([f"runtime.nodes: the job needs {why}"])
     first = {NodeId("node-0"): ()}
     return first | {

@@ -60,6 +60,8 @@ ENGINE_VERSIONS: Final = 3
 """Versions of the weights that an engine's replica holds while it takes a new one: it serves two to other engines."""
 LOAD_COPIES: Final = 3
 """Copies of the weights with which the first rank of an engine gives them to the others; one of them is shared."""
+MENTIONED: Final = 0.1
+"""Share of a job's memory from which logits are named as what to make smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +131,19 @@ def folder_size(
         num_output_only=math.prod(shapes[output]) if output else 0,
         num_rows=int(text.get("vocab_size") or embedding[0]),
         hidden=hidden,
-        intermediate=int(text.get("intermediate_size") or 4 * hidden),
+        intermediate=_largest(text.get("intermediate_size")) or 4 * hidden,
         query=heads * head,
-        key_value=int(text.get("num_key_value_heads") or heads) * head,
+        key_value=(_largest(text.get("num_key_value_heads")) or heads) * head,
         num_layers=int(text.get("num_hidden_layers") or len({n.split(".layers.")[1].split(".")[0] for n in layers})),
         num_adapted=sum(map(math.prod, adapted)),
         num_adapters=sum(lora.rank * sum(shape) for shape in adapted) if lora is not None else 0,
         is_folder=True,
     )
+
+
+def _largest(value: Any) -> int:
+    """Of a number, or of one for each layer; 0: none."""
+    return max(map(int, value if isinstance(value, list) else [value or 0]), default=0)
 
 
 def _is_adapted(name: str, shape: tuple[int, ...], lora: LoraSettings) -> bool:
@@ -155,15 +162,18 @@ class RankNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNeed:
-    """Of all replicas of a role, each with these ranks."""
+    """Of all replicas of a role, each with these ranks. `checkpoint_bytes`: of a replica's need, what only one of them
+    needs at a time."""
 
     role: str
     num_replicas: int
     ranks: tuple[RankNeed, ...]
+    checkpoint_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        return self.num_replicas * sum(rank.host_bytes for rank in self.ranks)
+        each = sum(rank.host_bytes for rank in self.ranks) - self.checkpoint_bytes
+        return self.num_replicas * each + self.checkpoint_bytes
 
     def __str__(self) -> str:
         """`trainer 2 x (1.5 + 3 x 1.1) GiB`: replicas, first rank, further ranks."""
@@ -174,7 +184,8 @@ class RoleNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:
-    """Of the machine, which all nodes of the local cluster share. `gpu_bytes`: of each GPU."""
+    """Of the machine, which all nodes of the local cluster share. `gpu_bytes`: of each GPU that the job may use; empty:
+    unknown."""
 
     host_bytes: int
     gpu_bytes: tuple[int, ...] = ()
@@ -183,16 +194,23 @@ class FreeMemory:
 def needs(job: JobConfig, size: ModelSize, device: DeviceName = "cpu") -> tuple[RoleNeed, ...]:
     """Peak memory of every process of the job, by role; the last entry is Ray and the agents, by node."""
     trainer = tuple(trainer_need(job, size, rank, device) for rank in range(job.runtime.trainer_ranks))
+    other = trainer_need(job, size, 0, device, writes=False)
     engine = tuple(engine_need(job, size, rank, device) for rank in range(job.runtime.rollout_ranks))
+    of_trainers = RoleNeed(
+        role="trainer",
+        num_replicas=job.roles.trainer,
+        ranks=trainer,
+        checkpoint_bytes=trainer[0].host_bytes - other.host_bytes,
+    )
     of_roles = (
-        ("trainer", job.roles.trainer, trainer),
         ("rollout", job.roles.rollout, engine),
         (STANDBY_ROLE, job.runtime.standbys, engine),
         ("reward", job.roles.reward, (RankNeed(host_bytes=WORKER_BYTES),)),
         ("controller", job.roles.controller, (RankNeed(host_bytes=WORKER_BYTES),)),
         ("node", job.runtime.nodes, (RankNeed(host_bytes=NODE_BYTES),)),
     )
-    return tuple(RoleNeed(role=role, num_replicas=number, ranks=ranks) for role, number, ranks in of_roles if number)
+    others = (RoleNeed(role=role, num_replicas=number, ranks=ranks) for role, number, ranks in of_roles if number)
+    return (of_trainers, *others)
 
 
 def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> list[str]:
@@ -201,16 +219,15 @@ def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceN
     needed = sum(role.host_bytes for role in found)
     if needed > free.host_bytes:
         logits = job.roles.trainer * logits_bytes(job, size.num_rows) if device == "cpu" else 0
-        of_logits = f"{gib(logits)} of it for logits, less with algorithm.microbatch_tokens_max"
-        why = (
-            f"{', '.join(map(str, found))}: about {gib(needed)} GiB ({of_logits}), and {gib(free.host_bytes)} are free"
-        )
-        problems.append(f"roles: {why}")
+        hint = ""
+        if logits > MENTIONED * needed:
+            hint = f" ({gib(logits)} of it for logits, less with algorithm.microbatch_tokens_max)"
+        of_roles = f"{', '.join(map(str, found))}: about {gib(needed)} GiB{hint}"
+        problems.append(f"roles: {of_roles}, and {gib(free.host_bytes)} are free")
     for role, setting in (("trainer", "trainer_ranks"), ("rollout", "rollout_ranks")):
         most = max(rank.device_bytes for need in found if need.role == role for rank in need.ranks)
-        largest = max(free.gpu_bytes, default=0)
-        if most > largest:
-            why = f"each rank of a {role} needs {gib(most)} GiB of a GPU, and {gib(largest)} are free at most"
+        if free.gpu_bytes and most > min(free.gpu_bytes):
+            why = f"each rank of a {role} needs {gib(most)} GiB of a GPU, and one has {gib(min(free.gpu_bytes))} free"
             problems.append(f"runtime.{setting}: {why}: more ranks need less each")
     return problems
 
@@ -224,8 +241,10 @@ def _times(number: int) -> str:
     return f"{number} x " if number > 1 else ""
 
 
-def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu") -> RankNeed:
-    """Of one rank of a trainer."""
+def trainer_need(
+    job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu", *, writes: bool = True
+) -> RankNeed:
+    """Of one rank of a trainer. `writes`: whether its replica writes a checkpoint."""
     algorithm, ranks = job.algorithm, job.runtime.trainer_ranks
     num_shards = ranks // job.runtime.trainer_tensor_ranks
     weight = WEIGHT_BYTES[job.model.dtype]
@@ -255,14 +274,17 @@ def trainer_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceN
     base = TRAINER_BYTES + (LIBRARY_BYTES if size.is_folder else 0)
     start = 4 * size.num_parameters
     if ranks > 1:  # the memory of the whole model stays with the allocator
-        base += RANKS_BYTES + start
+        base, start = base + RANKS_BYTES + start, 0
     compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
     publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version
-    whole = total if rank == 0 else 0  # of a checkpoint
+    whole = total if rank == 0 and writes else 0  # of a checkpoint
     if device == "cuda":
         host = base + max(start, kept * version + max(publish + whole * WRITING_BYTES, whole * CHECKPOINT_BYTES))
-        return RankNeed(host_bytes=int(host), device_bytes=int(CUDA_BYTES + max(start, state + max(compute, sums))))
+        return RankNeed(
+            host_bytes=int(host),
+            device_bytes=int(CUDA_BYTES + max(4 * size.num_parameters, state + max(compute, sums))),
+        )
     held = state + kept * version
     beside = whole * WRITING_BYTES + max(compute, publish + sums)
     return RankNeed(host_bytes=int(base + max(start, held + max(beside, whole * CHECKPOINT_BYTES))))
@@ -308,7 +330,6 @@ def engine_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceNa
     versions = ENGINE_VERSIONS * weights if rank == 0 else 0
     if ranks > 1 and rank == 0:
         versions += LOAD_COPIES * weights
-    computes = weights / ranks + job.runtime.kv_cache_bytes
-    if device == "cuda":
-        return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(CUDA_BYTES + computes))
-    return RankNeed(host_bytes=int(ENGINE_BYTES + versions + computes))
+    if device == "cuda":  # its cache takes what is left of its share of the GPU
+        return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(CUDA_BYTES + weights / ranks))
+    return RankNeed(host_bytes=int(ENGINE_BYTES + versions + weights / ranks + job.runtime.kv_cache_bytes))

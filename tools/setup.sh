@@ -6,11 +6,6 @@ python=${PYTHON:-python3} venv=${VENV:-.venv} device=${DEVICE:-cpu}
 cd "$(dirname "$0")/.."
 lock=requirements/linux-$device.txt
 
-[ -f "$lock" ] || {
-  echo "DEVICE is cpu or cuda, not $device" >&2
-  exit 2
-}
-
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
   echo "rolecall needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Try: make PYTHON=python3.11 ..." >&2
   exit 2
@@ -19,14 +14,15 @@ case $device in
   cpu) echo "setting up $venv: about 0.7 GB to download, 2.7 GB on disk, 2 minutes on a fast network" ;;
   cuda) echo "setting up $venv for NVIDIA GPUs: several GB to download" ;;
 esac
-for other in "$venv"/.ready-*; do
-  # One build of torch counts as the other's version to pip: begin again.
-  [ ! -e "$other" ] || [ "$other" = "$venv/.ready-$device" ] || rm -rf "$venv"
-done
+if [ -d "$venv" ] && [ "$(cat "$venv/.device" 2>/dev/null || echo cpu)" != "$device" ]; then
+  echo "  $venv was for another device: it is made anew"  # one build of torch counts as the other's version to pip
+  rm -rf "$venv"
+fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" || {
   echo "python's venv module does not work here (Debian: apt-get install python3-venv)" >&2
   exit 2
 }
+echo "$device" > "$venv/.device"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # Only lines that matter: pip warns about every package that it does not find in an optional local folder.
 quietly() { "$@" 2>&1 | grep -v -E '^(WARNING: Location|Requirement already|Looking in)' || return "${PIPESTATUS[0]}"; }

@@ -23,7 +23,7 @@ from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.nvml import close_nvml, errors_of, open_nvml
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job, unshared_heads
 from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
-from rolecall.rl_runtime.device import device_of, found_hardware
+from rolecall.rl_runtime.device import Hardware, device_of, found_hardware
 from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, built_in_size, folder_size, shortages
 from rolecall.rl_runtime.model_folder import check_weights, read_config, weight_shapes
 from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
@@ -297,8 +297,9 @@ def model_size(job: JobConfig) -> ModelSize:
 
 
 def _check_machine(job: JobConfig) -> str:
-    device = device_of(job.runtime.device, found_hardware())
-    return _check_memory(job, free_memory(device), device)
+    hardware = found_hardware()
+    device = device_of(job.runtime.device, hardware)
+    return _check_memory(job, free_memory(device, hardware), device)
 
 
 def _check_memory(job: JobConfig, free: FreeMemory, device: DeviceName = "cpu") -> str:
@@ -307,9 +308,15 @@ def _check_memory(job: JobConfig, free: FreeMemory, device: DeviceName = "cpu") 
     return ""
 
 
-def free_memory(device: DeviceName = "cpu") -> FreeMemory:
-    """Of this machine. Raises ConfigError: as `gpu_bytes`."""
-    return FreeMemory(host_bytes=available_bytes(), gpu_bytes=gpu_bytes() if device == "cuda" else ())
+def free_memory(device: DeviceName, hardware: Hardware) -> FreeMemory:
+    """Of this machine, and of the GPUs that a run may use if NVML knows them."""
+    gpus: tuple[int, ...] = ()
+    if device == "cuda":
+        with suppress(ConfigError):  # a container may have no NVML, and compute on its GPUs
+            found = gpu_bytes()
+            names = [int(name) for name in hardware.gpus if name.isdecimal()]
+            gpus = tuple(found[n] for n in names if n < len(found)) or found
+    return FreeMemory(host_bytes=available_bytes(), gpu_bytes=gpus)
 
 
 def gpu_bytes(library: Path | None = None, seconds: float = NVML_SECONDS) -> tuple[int, ...]:

@@ -92,13 +92,19 @@ def doctor(
 def _job_checks(path: Path) -> "tuple[NodeCheck, ...]":
     from rolecall.core.config.job import load_job
     from rolecall.node.job_check import examine_job
+    from rolecall.rl_runtime.cluster.reconcile import place
     from rolecall.rl_runtime.device import device_of, found_hardware, gpus_of_nodes
     from rolecall.rl_runtime.tasks.check import free_memory, model_size
 
     job, hardware = load_job(path), found_hardware()
-    gpus_of_nodes(job, hardware)
-    device = device_of(job.runtime.device, hardware)
-    return examine_job(job, model_size(job), free_memory(device), device)
+    place(job)
+    lacking: list[str] = []
+    try:
+        gpus_of_nodes(job, hardware)
+    except ConfigError as e:
+        lacking += e.problems
+    device = job.runtime.device or device_of(None, hardware)
+    return examine_job(job, model_size(job), free_memory(device, hardware), device, lacking)
 
 
 @app.command(

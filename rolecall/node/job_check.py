@@ -1,19 +1,24 @@
 """Checks of a job file against this machine (`rolecall doctor JOB`): does what its processes need at their peak fit?"""
 
+from collections.abc import Sequence
+
 from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.text import counted
 from rolecall.node.doctor import CheckLevel, NodeCheck
 from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, gib, needs, shortages
 
 NOUNS = {"reward": "worker", "controller": "process", "node": "node"}
+DEVICE_FIX = "fewer replicas or ranks, a machine with more GPUs, or runtime.device: cpu"
 FIX = (
     "fewer replicas or ranks, a smaller model, model.dtype: bfloat16, or lora; of one forward and backward pass: "
     "algorithm.microbatch_tokens_max, model.gradient_checkpointing"
 )
 
 
-def examine_job(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> tuple[NodeCheck, ...]:
-    """What each role needs, then what does not fit. Pure."""
+def examine_job(
+    job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu", lacking: Sequence[str] = ()
+) -> tuple[NodeCheck, ...]:
+    """What each role needs, then what does not fit. `lacking`: devices, each `path: reason`. Pure."""
     found = needs(job, size, device)
     checks = [
         NodeCheck(
@@ -23,12 +28,13 @@ def examine_job(job: JobConfig, size: ModelSize, free: FreeMemory, device: Devic
         )
         for need in found
     ]
+    checks += [NodeCheck(name="devices", level=CheckLevel.BROKEN, message=text, fix=DEVICE_FIX) for text in lacking]
     if problems := shortages(job, size, free, device):
         checks += [NodeCheck(name="memory", level=CheckLevel.BROKEN, message=text, fix=FIX) for text in problems]
         return tuple(checks)
     has = f"this machine has {gib(free.host_bytes)} free"
     if device == "cuda":
-        has += f", and its GPUs {', '.join(map(gib, free.gpu_bytes))}"
+        has += f", and its GPUs {', '.join(map(gib, free.gpu_bytes)) or '(not known)'}"
     needed = gib(sum(need.host_bytes for need in found))
     return (*checks, NodeCheck(name="memory", level=CheckLevel.OK, message=f"{needed} GiB together; {has}"))
 

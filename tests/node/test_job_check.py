@@ -9,8 +9,10 @@ from rolecall.cli.main import main
 from rolecall.core.config.job import parse_job
 from rolecall.node.doctor import CheckLevel, worst
 from rolecall.node.job_check import examine_job
+from rolecall.rl_runtime import device
 from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, needs
 from rolecall.rl_runtime.memory_estimate import gib as in_gib
+from rolecall.rl_runtime.tasks import check
 
 GIB = 1 << 30
 SIZE = ModelSize(
@@ -53,16 +55,24 @@ def test_gpus_are_compared_with_each_rank() -> None:
         free = FreeMemory(host_bytes=1000 * GIB, gpu_bytes=tuple(n * GIB for n in gpus))
         return {c.name: (c.level, c.message) for c in examine_job(JOB, SIZE, free, "cuda")}
 
-    fits = checked(79, 40)
+    fits = checked(79, 60)
     trainer, *_ = needs(JOB, SIZE, "cuda")
     each = in_gib(trainer.ranks[0].device_bytes)
     assert fits["trainer"][1].endswith(f" and 2 x {each} GiB of GPUs")
     assert fits["memory"] == (CheckLevel.OK, fits["memory"][1])
-    assert fits["memory"][1].endswith("this machine has 1000.0 free, and its GPUs 79.0, 40.0")
+    assert fits["memory"][1].endswith("this machine has 1000.0 free, and its GPUs 79.0, 60.0")
     level, message = checked(8)["memory"]
     assert level is CheckLevel.BROKEN and message.startswith("runtime.trainer_ranks: each rank of a trainer needs ")
 
 
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with 16 GiB and no GPU."""
+    monkeypatch.setattr(check, "available_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(device, "found_hardware", lambda: device.Hardware(gpus=(), is_cuda_build=False))
+
+
+@pytest.mark.usefixtures("hardware")
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
@@ -74,6 +84,8 @@ def test_gpus_are_compared_with_each_rank() -> None:
             "runtime.rollout_ranks: 3 ranks do not divide the model's 4 attention heads",
         ),
         ("model: {path: none}", 2, "config.json"),
+        ("runtime: {nodes: 3}", 2, "runtime.nodes: 3, but the roles need 7"),
+        ("runtime: {device: cuda}", 1, "broken   devices: runtime.device: cuda, but this machine has no NVIDIA GPU"),
     ],
 )
 def test_the_command_checks_a_job(
@@ -86,6 +98,7 @@ def test_the_command_checks_a_job(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["job.yaml"]
 
 
+@pytest.mark.usefixtures("hardware")
 def test_the_command_answers_in_json_and_checks_one_thing_at_a_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,7 +83,7 @@ def test_all_nodes_but_the_first_share_the_gpus_equally() -> None:
 
 def test_a_node_takes_any_replica_or_the_job_is_refused() -> None:
     assert len(gpus_of_nodes(job(3, trainer_ranks=4), EIGHT)[NodeId("node-2")]) == 4
-    with pytest.raises(ConfigError, match=r"runtime\.nodes: .* 3 nodes with 4 GPUs each.* this machine has 8$"):
+    with pytest.raises(ConfigError, match=r"runtime\.nodes: .* 3 nodes with 4 GPUs each.* this machine has 8: fewer"):
         gpus_of_nodes(job(4, trainer_ranks=4), EIGHT)
 
 

@@ -322,7 +322,8 @@ def test_logits_need_memory_and_a_budget_of_tokens_bounds_it(folder: Path) -> No
         _check_memory(job, FreeMemory(host_bytes=64 << 30))
 
 
-def test_the_example_fits_into_24_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "gib"), [("job.yaml", 21), ("job-ranks.yaml", 19)])
+def test_the_examples_fit_into_the_memory_that_they_name(monkeypatch: pytest.MonkeyPatch, name: str, gib: int) -> None:
     size = ModelSize(
         num_parameters=134_515_008,
         num_outside_layers=28_312_128,
@@ -334,10 +335,14 @@ def test_the_example_fits_into_24_gigabytes(monkeypatch: pytest.MonkeyPatch) -> 
         key_value=192,
         num_layers=30,
         is_folder=True,
+        num_adapted=106_168_320,
+        num_adapters=4_884_480,
     )
     monkeypatch.setattr("rolecall.rl_runtime.tasks.check.model_size", lambda _: size)
-    job = load_job(ROOT / "examples" / "smollm2" / "job.yaml")
-    assert job.roles.trainer == 2 and _check_memory(job, FreeMemory(host_bytes=24 << 30)) == ""
+    path = ROOT / "examples" / "smollm2" / name
+    job = load_job(path)
+    assert f"bout {gib} GiB of memory" in path.read_text()
+    assert job.roles.trainer == 2 and _check_memory(job, FreeMemory(host_bytes=gib << 30)) == ""
 
 
 GIB = 1 << 30
@@ -407,7 +412,7 @@ def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
 
 def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
     job = job_of(folder)
-    with pytest.raises(ConfigError, match=r"roles: trainer 2 x .* GiB, rollout 3 x .* GiB \(0.0 of it for logits"):
+    with pytest.raises(ConfigError, match=r"roles: trainer 2 x .* GiB, rollout 3 x .* GiB, and 1.0 are free"):
         _check_memory(job, FreeMemory(host_bytes=1 << 30))
     assert _check_memory(job, FreeMemory(host_bytes=64 << 30)) == ""
     assert _check_memory(small(parse_job({})), FreeMemory(host_bytes=64 << 30)) == "", "the built-in model"

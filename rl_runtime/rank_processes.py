@@ -77,9 +77,9 @@ class FurtherRanks:
         self._finishing = False
         self._ranks: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        started = threading.Event()
+        started, failed = threading.Event(), list[OSError]()
 
-        def start_and_watch() -> None:
+        def start_all() -> None:
             for rank in range(1, size):
                 start = RankStart(
                     spawn=spawn,
@@ -90,13 +90,23 @@ class FurtherRanks:
                     leader_pid=os.getpid(),
                 )
                 self._start(start)
-            started.set()
+
+        def start_and_watch() -> None:
+            try:
+                start_all()
+            except OSError as e:
+                failed.append(e)
+                return
+            finally:
+                started.set()
             self._watch()
 
         # The kernel binds a child to the thread that started it: this one lives as long as the process.
         threading.Thread(target=start_and_watch, name="ranks", daemon=True).start()
         if not started.wait(RANKS_TIMEOUT_SECONDS):
             raise DeadlineExceeded(waited_for="the start of the further ranks", seconds=RANKS_TIMEOUT_SECONDS)
+        if failed:
+            raise failed[0]
 
     def tell(self, name: str, *args: Any) -> None:
         """Every further rank makes this call. Raises OSError: one has ended; this process is about to exit."""

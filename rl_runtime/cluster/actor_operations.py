@@ -13,8 +13,8 @@ from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, actor_name
 
 REASON_LENGTH_MAX = 600
-CONCURRENCY_GROUPS = {"work": 1, "control": 4}
-"""One `work` thread keeps work in order; `control` threads answer in the meantime."""
+CONCURRENCY_GROUPS = {"work": 1, "control": 4, "write": 1}
+"""One `work` thread keeps work in order; `control` threads answer in the meantime. `write` may wait for a disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

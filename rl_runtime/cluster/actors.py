@@ -195,19 +195,21 @@ def _node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Callable[[type[A]], type[A]]:
-    """Class decorator: adds remote methods that call those of `_served`, and reports exceptions of work."""
+def _forwards(
+    *, control: Sequence[str] = (), work: Sequence[str] = (), write: Sequence[str] = ()
+) -> Callable[[type[A]], type[A]]:
+    """Class decorator: adds remote methods that call those of `_served`, and reports exceptions of work and writing."""
 
     def forwarding(name: str) -> Callable[..., Any]:
         def method(self: _Actor, *args: Any) -> Any:
             call = getattr(self._served, name)
-            return self._reported(call, *args) if name in work else call(*args)
+            return call(*args) if name in control else self._reported(call, *args)
 
         method.__name__ = name
         return method
 
     def add(actor: type[A]) -> type[A]:
-        for group, names in (("control", control), ("work", work)):
+        for group, names in (("control", control), ("work", work), ("write", write)):
             for name in names:
                 setattr(actor, name, ray.method(concurrency_group=group)(forwarding(name)))
         return actor
@@ -216,8 +218,9 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
 
 
 @_forwards(
-    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest", "write_checkpoint"),
+    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
     work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "take_snapshot"),
+    write=("write_checkpoint",),
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:

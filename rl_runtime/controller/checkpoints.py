@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 from rolecall.rl_runtime.controller.background_tasks import Tasks
 from rolecall.rl_runtime.controller.trainer_group import TrainerGroup
-from rolecall.rl_runtime.protocol.clients import TrainerPort
+from rolecall.rl_runtime.protocol.membership import Member
 
 
 class Checkpoints:
     """Of one run: a trainer copies its state between two steps, and writes the copy. One at a time: if a checkpoint is
-    due while the one before is still being written, it is taken after the first step that ends later.
+    due while the one before is still being written, it is taken after the first step that ends once that is over.
     """
 
     def __init__(
@@ -18,37 +18,44 @@ class Checkpoints:
     ) -> None:
         """`on_written(path, step)`: a checkpoint is complete, with all steps up to `step`."""
         self._every, self._trainers, self._tasks, self._on_written = every_steps, trainers, tasks, on_written
-        self._is_due, self._failures = False, 0
+        self._is_due, self._newest = False, -1
+        self._failed: set[Member] = set()  # could not write the checkpoint that is due
         self._writing: asyncio.Task[bool] | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
 
     async def after_step(self, step: int) -> None:
         """Takes a checkpoint if one is due after `step`, which is committed."""
         if (step + 1) % self._every == 0:
-            self._is_due, self._failures = True, 0
-        if self._is_due and (self._writing is None or self._writing.done()):
+            self._is_due, self._failed = True, set()
+        if self._is_due and not self.is_writing:
             self._is_due = False
-            if (taken := await self._trainers.take_snapshot(self._failures)) is not None:
+            if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
                 self._writing = self._tasks.start(self._write(*taken), "write a checkpoint")
 
     async def settled(self) -> None:
-        """Returns when none is being written."""
+        """Returns when none is being written that this controller has begun."""
         if self._writing is not None:
             await asyncio.wait({self._writing})
 
-    async def last(self) -> None:
-        """Takes one and returns when it is written; each trainer tries at most once."""
+    async def last(self, step: int) -> None:
+        """Returns when there is a checkpoint of `step`, or no trainer could write it; each one tries at most once."""
         await self.settled()
-        self._failures = 0
+        self._failed = set()
         for _ in range(len(self._trainers.members)):
-            taken = await self._trainers.take_snapshot(self._failures)
-            if taken is None or await self._write(*taken):
+            if self._newest == step:
                 return
+            if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
+                await self._write(*taken)
 
-    async def _write(self, writer: TrainerPort, step: int) -> bool:
-        path = await self._trainers.write_checkpoint(writer)
-        if path is None:  # the next trainer tries after the next step
-            self._failures += 1
-            self._is_due = self._failures < len(self._trainers.members)
+    async def _write(self, writer: Member, step: int) -> bool:
+        path = await self._trainers.write_checkpoint(writer, step)
+        if path is None:  # another trainer tries after the next step
+            self._failed.add(writer)
+            self._is_due = not self._trainers.members.keys() <= self._failed
             return False
+        self._newest = step
         self._on_written(path, step)
         return True

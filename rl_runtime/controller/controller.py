@@ -66,7 +66,7 @@ SYNC_SECONDS = 0.2
 STOP_SECONDS = 10.0
 """How long a stop waits for the running step, and a stopped run for its last checkpoint."""
 LAST_CHECKPOINT_SECONDS = 300.0
-"""How long a completed run waits for its last checkpoint: of a large model it is many gigabytes."""
+"""How long a completed run, or one that is writing a checkpoint, waits for its last one: it may have many gigabytes."""
 HOLD_FLAG, STOP_FLAG, DONE_FLAG = "hold", "stop", "done"
 RUN_ENDED = "run_ended"
 
@@ -477,7 +477,8 @@ class Controller:
         self.state.issuing = False
         if outcome != "failed" and self.trainers.members:
             try:
-                seconds = LAST_CHECKPOINT_SECONDS if outcome == "completed" else STOP_SECONDS
+                may_take_long = outcome == "completed" or self.checkpoints.is_writing
+                seconds = LAST_CHECKPOINT_SECONDS if may_take_long else STOP_SECONDS
                 await within(self._finish_state(), seconds, "the last checkpoint")
             except (RolecallError, OSError) as e:
                 if isinstance(e, ControllerSuperseded):
@@ -493,4 +494,4 @@ class Controller:
 
     async def _finish_state(self) -> None:
         await self._reconcile()
-        await self.checkpoints.last()
+        await self.checkpoints.last(self.state.step - 1)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from rolecall.core.clock import Clock
@@ -466,24 +467,22 @@ class TrainerGroup:
             return found, [self._holders[m] for m in self.members if m in self._holders and m not in self._lost]
         return None
 
-    async def take_snapshot(self, passed_over: int) -> tuple[TrainerPort, int] | None:
-        """A member that has copied its state, and the step of that; None if none could.
-
-        `passed_over`: number of members to ask last, since the checkpoint could not be written by them.
-        """
-        members = list(reversed(self.members.items()))
-        start = passed_over % len(members) if members else 0
-        for member, port in members[start:] + members[:start]:
+    async def take_snapshot(self, failed: AbstractSet[Member]) -> tuple[Member, int] | None:
+        """A member that has copied its state to write it, and the step of that; None if none could. `failed`: to be
+        asked last."""
+        rested = [m for m in reversed(self.members) if m not in failed]
+        for member in (*rested, *(m for m in self.members if m in failed)):
             try:
-                return port, await port.take_snapshot()
-            except (ReplicaExited, DeadlineExceeded) as e:
-                logger.warning("%s#%d has no copy of its state: %s", *member, e)
+                return member, await self.members[member].take_snapshot()
+            except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:
+                logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, e)
         return None
 
-    async def write_checkpoint(self, writer: TrainerPort) -> str | None:
+    async def write_checkpoint(self, writer: Member, step: int) -> str | None:
         """Path of the checkpoint that `writer` wrote of its copy; None if it could not."""
+        port = self.members.get(writer)
         try:
-            return await writer.write_checkpoint(self._folder, self._keep)
-        except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable, StaleIncarnation) as e:
-            logger.warning("%s wrote no checkpoint: %s", writer, e)
+            return None if port is None else await port.write_checkpoint(self._folder, self._keep, step)
+        except Exception as e:  # noqa: BLE001 deliberate: whatever a disk does to one trainer must not end the controller
+            logger.warning("%s#%d wrote no checkpoint: %s: %s", *writer, type(e).__name__, e)
             return None

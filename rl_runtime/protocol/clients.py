@@ -37,6 +37,8 @@ T = TypeVar("T")
 CONTROL_SECONDS = 3.0
 """Deadline of calls that only read or record; each actor has separate threads for them."""
 CHECKPOINT_SECONDS = 120.0
+WRITE_SECONDS = 1800.0
+"""Deadline of the writing of a checkpoint, which nothing waits for while training goes on."""
 
 
 class ReplicaExited(RolecallError):
@@ -157,9 +159,9 @@ class TrainerPort(RoleClient):
         """Copies its state, for `write_checkpoint`. Returns the step of the state."""
         return cast(int, await self._ask(CHECKPOINT_SECONDS, "take_snapshot"))
 
-    async def write_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written, of the newest snapshot; removes all but the newest `keep`."""
-        return cast(str, await self._ask(CHECKPOINT_SECONDS, "write_checkpoint", folder, keep))
+    async def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
+        """Path of the checkpoint written, of the snapshot of `step`; removes all but the newest `keep`."""
+        return cast(str, await self._ask(WRITE_SECONDS, "write_checkpoint", folder, keep, step))
 
     async def last_result(self) -> StepResult | None:
         return cast("StepResult | None", await self._ask(CONTROL_SECONDS, "last_result"))

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,8 @@ from rolecall.core.errors import CheckpointCorrupt
 FORMAT: Final = 1
 NAME: Final = re.compile(r"^step-(\d{8})$")
 UNFINISHED: Final = ".tmp-"
+LEFT_BEHIND_SECONDS: Final = 2 * 3600.0
+"""Age from which nobody is still writing an unfinished checkpoint."""
 STATE, COMMIT, META = "state.safetensors", "commit.json", "meta.json"
 
 
@@ -70,10 +73,12 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
         shutil.rmtree(work, ignore_errors=True)
         raise
     _sync_folder(folder)
-    for old in steps(folder)[:-keep]:
-        # A checkpoint that cannot be removed now is retried at the next save.
+    # Never the one just written: damaged ones of later steps may lie beside it.
+    unwanted = [path_of(folder, old) for old in steps(folder)[:-keep] if old != step]
+    for path in (*unwanted, *_left_behind(folder)):
+        # What cannot be removed now is retried at the next save.
         with contextlib.suppress(OSError):
-            shutil.rmtree(path_of(folder, old))
+            shutil.rmtree(path)
     return final
 
 
@@ -117,6 +122,12 @@ def steps(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(m.group(1)) for m in names if m)
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    """Unfinished checkpoints of writers that have ended. An older one may still be in use."""
+    limit = time.time() - LEFT_BEHIND_SECONDS
+    return [p for p in folder.glob(f"{UNFINISHED}*") if p.stat().st_mtime < limit]
 
 
 def path_of(folder: Path, step: int) -> Path:

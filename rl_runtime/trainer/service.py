@@ -62,8 +62,8 @@ class TrainerService:
         self._token, self._ranks = spawn.run.token(), ranks
         self._on_stage = on_stage
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
-        self._writing = threading.Lock()
-        self._snapshot: tuple[int, dict[str, Tensor], str] | None = None
+        self._writing, self._slot = threading.Lock(), threading.Lock()
+        self._snapshot: tuple[int, dict[str, Tensor], str] | None = None  # guarded by _slot
         self.replica = replica = TrainerReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
@@ -122,21 +122,26 @@ class TrainerService:
     def last_result(self) -> StepResult | None:
         return self.replica.last_result
 
-    def write_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written, of the newest snapshot, which is forgotten.
+    def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
+        """Path of the checkpoint written, of the snapshot of `step`, which is forgotten.
 
         Raises:
             CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
-            StaleIncarnation: no snapshot is left to write.
+            StaleIncarnation: there is no snapshot of that step.
         """
-        with self._writing:
-            taken, self._snapshot = self._snapshot, None
-            if taken is None:
-                raise StaleIncarnation(replica=self._spawn.replica, wanted="a snapshot", got="none")
-            try:
-                return str(checkpoint.save(Path(folder), *taken, keep=keep))
-            except OSError as e:
-                raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
+        if not self._writing.acquire(blocking=False):
+            raise CheckpointUnwritable(path=folder, reason="an earlier one is still being written")
+        try:
+            with self._slot:
+                taken, self._snapshot = self._snapshot, None
+            if taken is None or taken[0] != step:
+                got = "none" if taken is None else f"of step {taken[0]}"
+                raise StaleIncarnation(replica=self._spawn.replica, wanted=f"a snapshot of step {step}", got=got)
+            return str(checkpoint.save(Path(folder), *taken, keep=keep))
+        except OSError as e:
+            raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
+        finally:
+            self._writing.release()
 
     # In the working thread.
 
@@ -171,13 +176,22 @@ class TrainerService:
         self._publish(self.replica.state.commit.policy_version)
 
     def take_snapshot(self) -> int:
-        """Copies the whole state, at the first rank, for `write_checkpoint`. Returns its step."""
+        """Copies the whole state, at the first rank, for `write_checkpoint`. Returns its step.
+
+        Raises:
+            CheckpointUnwritable: an earlier snapshot is still being written.
+        """
+        if because := self._ranks.agree("an earlier one is still being written" if self._writing.locked() else ""):
+            raise CheckpointUnwritable(path="", reason=because)
+        with self._slot:
+            self._snapshot = None
         with reporter.phase(Phase.CHECKPOINT):
             self._on_stage(SNAPSHOT)
             tensors, meta = self.replica.state.export(whole=True)
             step = self.replica.state.commit.step
         if self._ranks.is_first:
-            self._snapshot = step, tensors, meta
+            with self._slot:
+                self._snapshot = step, tensors, meta
         return step
 
     def load_checkpoint(self, folder: str) -> LoadedCheckpoint:

@@ -301,8 +301,9 @@ class FakeTrainer(_FakeReplica):
             self.snapshot = self.commit, self.lineage
             return self.commit.step
 
-    async def write_checkpoint(self, folder: str, keep: int) -> str:
+    async def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
         commit, lineage = self.snapshot
+        assert commit.step == step
         await asyncio.sleep(0.05)
         self.fleet.checkpoints[commit.step] = (commit, lineage)
         return f"{folder}/step-{commit.step:08d}"

@@ -16,19 +16,18 @@ class Trainers:
     """Two trainers, of which `bad` cannot write. A write lasts until `may_write` is set."""
 
     def __init__(self, bad: tuple[int, ...] = ()) -> None:
-        self.members = {0: None, 1: None}
+        self.members = dict.fromkeys(range(2))
         self.bad, self.step, self.tried = bad, -1, list[tuple[int, int]]()
         self.may_write = asyncio.Event()
         self.may_write.set()
 
-    async def take_snapshot(self, passed_over: int) -> tuple[tuple[int, int], int]:
-        return (passed_over % len(self.members), self.step), self.step
+    async def take_snapshot(self, failed: set[int]) -> tuple[int, int] | None:
+        return min(self.members, key=lambda m: (m in failed, m), default=0), self.step
 
-    async def write_checkpoint(self, writer: tuple[int, int]) -> str | None:
+    async def write_checkpoint(self, writer: int, step: int) -> str | None:
         await self.may_write.wait()
-        self.tried.append(writer)
-        number, step = writer
-        return None if number in self.bad else f"step-{step}"
+        self.tried.append((writer, step))
+        return None if writer in self.bad else f"step-{step}"
 
 
 class Run:
@@ -99,8 +98,24 @@ def test_the_last_one_is_awaited(bad: tuple[int, ...]) -> None:
     async def test() -> None:
         a = Run(Trainers(bad))
         await a.steps(1)
-        await a.checkpoints.last()
+        await a.checkpoints.last(0)
         assert a.written == ([] if len(bad) == 2 else [("step-0", 0)])
         assert len(a.trainers.tried) == min(2, len(bad) + 1)
+        await a.checkpoints.last(0)
+        assert len(a.written) < 2, "it is there"
+
+    run(test())
+
+
+def test_a_trainer_that_is_lost_while_it_writes_is_followed_by_a_survivor() -> None:
+    async def test() -> None:
+        a = Run(Trainers(bad=(0,)))
+        a.trainers.may_write.clear()
+        await a.steps(2)
+        del a.trainers.members[0]
+        a.trainers.may_write.set()
+        await a.checkpoints.settled()
+        await a.steps(1)
+        assert a.written == [("step-2", 2)]
 
     run(test())

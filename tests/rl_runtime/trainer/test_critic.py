@@ -185,8 +185,7 @@ def test_a_rollback_takes_the_critic_back_too(trainer: Spied, tmp_path: Path) ->
 
     step(0)
     kept = service.replica.state.export()[0]
-    service.take_snapshot()
-    service.write_checkpoint(folder, 1)
+    service.write_checkpoint(folder, 1, service.take_snapshot())
     step(1)
     assert not same(service.replica.state.export()[0], kept)
     service.load_checkpoint(folder)

@@ -52,8 +52,8 @@ def stepped(epoch: int, step: int, *members: MultiRankProcess) -> list[Any]:
 
 
 def saved(process: MultiRankProcess, folder: Path) -> checkpoint.Checkpoint:
-    process.ask("take_snapshot")
-    return checkpoint.load(Path(process.ask("write_checkpoint", str(folder / "checkpoints"), 1)))
+    step = process.ask("take_snapshot")
+    return checkpoint.load(Path(process.ask("write_checkpoint", str(folder / "checkpoints"), 1, step)))
 
 
 def assert_close(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> None:

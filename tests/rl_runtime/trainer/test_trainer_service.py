@@ -1,7 +1,9 @@
 """A trainer with what surrounds it, in this process."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.protocol.clients import is_code_error
 from rolecall.rl_runtime.protocol.spawn import make_spawn
+from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.checkpoint import load
 from rolecall.rl_runtime.trainer.service import TrainerService
 from tests.full_disk import small_disk
@@ -31,8 +34,7 @@ def service(tmp_path: Path) -> Iterator[TrainerService]:
 
 
 def saved(service: TrainerService, folder: Path) -> Path:
-    service.take_snapshot()
-    return Path(service.write_checkpoint(str(folder), 1))
+    return Path(service.write_checkpoint(str(folder), 1, service.take_snapshot()))
 
 
 def test_the_copy_for_a_checkpoint_is_a_phase_of_its_own(service: TrainerService, tmp_path: Path) -> None:
@@ -42,16 +44,44 @@ def test_the_copy_for_a_checkpoint_is_a_phase_of_its_own(service: TrainerService
     assert after.phase == before.phase and after.phase_entries == before.phase_entries + 2
 
 
-def test_a_checkpoint_is_written_while_the_next_step_runs(service: TrainerService, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state_of_its_snapshot_after_the_next_step(
+    service: TrainerService, tmp_path: Path
+) -> None:
     wanted, meta = service.replica.state.export()
     service.take_snapshot()
     microbatches = make_microbatches(JOB, 0)
     service.train_step(1, 1, 0, microbatches, [m.microbatch_id for m in microbatches], LEDGER, [TRAINER])
-    written = load(Path(service.write_checkpoint(str(tmp_path), 1)))
+    written = load(Path(service.write_checkpoint(str(tmp_path), 1, -1)))
     assert (written.step, written.meta) == (-1, meta)
     assert written.tensors.keys() == wanted.keys() and all(written.tensors[n].equal(t) for n, t in wanted.items())
     with pytest.raises(StaleIncarnation, match="a snapshot"):
-        service.write_checkpoint(str(tmp_path), 1)
+        service.write_checkpoint(str(tmp_path), 1, -1)
+    service.take_snapshot()
+    with pytest.raises(StaleIncarnation, match="a snapshot of step 7"):
+        service.write_checkpoint(str(tmp_path), 1, 7)
+
+
+def test_one_checkpoint_is_written_at_a_time(
+    service: TrainerService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.take_snapshot()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_args: Any, **_kwargs: Any) -> Path:
+        begun.set()
+        assert go_on.wait(30)
+        return tmp_path
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    writer = threading.Thread(target=service.write_checkpoint, args=(str(tmp_path), 1, -1))
+    writer.start()
+    assert begun.wait(30)
+    for call in (service.take_snapshot, lambda: service.write_checkpoint(str(tmp_path), 1, -1)):
+        with pytest.raises(CheckpointUnwritable, match="still being written"):
+            call()
+    go_on.set()
+    writer.join(30)
+    assert service.take_snapshot() == -1
 
 
 def test_a_full_disk_ends_the_checkpoint_phase_and_is_no_error_of_the_code(

@@ -41,7 +41,7 @@ app = Commands()
         "rolecall doctor",
         "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
         "rolecall doctor --agents http://node-2:9477       # compare clocks",
-        "rolecall doctor job.yaml                          # does the job fit this machine?",
+        "rolecall doctor job.yaml                   # does the job fit this machine?",
     )
 )
 def doctor(

@@ -48,5 +48,6 @@ def test_a_wrong_worker_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_p
     used = [c["used"] for c in run.observer.events("rewards_compared")]
     assert used and all(reward >= 0 for rewards in used for reward in rewards), "a contradicted reward was trained on"
     last = run.observer.events("step_committed")[-1]["log_ratios"]
-    assert all(apart < 0.02 for apart in last.values()), last
+    # Answers that the wrong engine began may still be trained on in the last step, and are compared by its name.
+    assert all(apart < 0.02 for engine, apart in last.items() if engine not in victims), last
     check_algorithm(run, AlgorithmName.PPO)

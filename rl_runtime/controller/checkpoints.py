@@ -35,20 +35,25 @@ class Checkpoints:
             if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
                 self._writing = self._tasks.start(self._write(*taken), "write a checkpoint")
 
-    async def settled(self) -> None:
-        """Returns when none is being written that this controller has begun."""
-        if self._writing is not None:
-            await asyncio.wait({self._writing})
+    async def before_return(self) -> None:
+        """Before the run goes back to an older step: returns when none is being written that this controller has
+        begun, for it would appear later, with steps that are undone."""
+        await self._settled()
+        self._newest = -1
 
     async def last(self, step: int) -> None:
         """Returns when there is a checkpoint of `step`, or no trainer could write it; each one tries at most once."""
-        await self.settled()
+        await self._settled()
         self._failed = set()
         for _ in range(len(self._trainers.members)):
             if self._newest == step:
                 return
             if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
                 await self._write(*taken)
+
+    async def _settled(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
 
     async def _write(self, writer: Member, step: int) -> bool:
         path = await self._trainers.write_checkpoint(writer, step)

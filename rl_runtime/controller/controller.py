@@ -443,7 +443,7 @@ class Controller:
 
     async def _recover(self, because: str) -> None:
         """Continues from the newest checkpoint, reopens groups trained after it, and keeps a valid plan."""
-        await self.checkpoints.settled()  # else it would appear later, with steps that are undone here
+        await self.checkpoints.before_return()
         loaded = await self.trainers.recover()
         step, plan = self.trainers.committed_step, self.state.plan
         interrupted = StepInterrupted(

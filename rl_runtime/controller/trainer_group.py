@@ -470,8 +470,8 @@ class TrainerGroup:
     async def take_snapshot(self, failed: AbstractSet[Member]) -> tuple[Member, int] | None:
         """A member that has copied its state to write it, and the step of that; None if none could. `failed`: to be
         asked last."""
-        rested = [m for m in reversed(self.members) if m not in failed]
-        for member in (*rested, *(m for m in self.members if m in failed)):
+        others = [m for m in reversed(self.members) if m not in failed]
+        for member in (*others, *(m for m in self.members if m in failed)):
             try:
                 return member, await self.members[member].take_snapshot()
             except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:

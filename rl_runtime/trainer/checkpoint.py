@@ -75,10 +75,15 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
     _sync_folder(folder)
     # Never the one just written: damaged ones of later steps may lie beside it.
     unwanted = [path_of(folder, old) for old in steps(folder)[:-keep] if old != step]
-    for path in (*unwanted, *_left_behind(folder)):
-        # What cannot be removed now is retried at the next save.
+    limit = time.time() - LEFT_BEHIND_SECONDS
+    # What cannot be removed now is retried at the next save.
+    for path in unwanted:
         with contextlib.suppress(OSError):
             shutil.rmtree(path)
+    for path in folder.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < limit:
+                shutil.rmtree(path)
     return final
 
 
@@ -122,12 +127,6 @@ def steps(folder: Path) -> list[int]:
     except FileNotFoundError:
         return []
     return sorted(int(m.group(1)) for m in names if m)
-
-
-def _left_behind(folder: Path) -> list[Path]:
-    """Unfinished checkpoints of writers that have ended. An older one may still be in use."""
-    limit = time.time() - LEFT_BEHIND_SECONDS
-    return [p for p in folder.glob(f"{UNFINISHED}*") if p.stat().st_mtime < limit]
 
 
 def path_of(folder: Path, step: int) -> Path:

@@ -182,7 +182,7 @@ class TrainerService:
             CheckpointUnwritable: an earlier snapshot is still being written.
         """
         if because := self._ranks.agree("an earlier one is still being written" if self._writing.locked() else ""):
-            raise CheckpointUnwritable(path="", reason=because)
+            raise CheckpointUnwritable(path="the checkpoint", reason=because)
         with self._slot:
             self._snapshot = None
         with reporter.phase(Phase.CHECKPOINT):

@@ -10,22 +10,12 @@ from rolecall.core.config.job import parse_job
 from rolecall.node.doctor import CheckLevel, worst
 from rolecall.node.job_check import examine_job
 from rolecall.rl_runtime import device
-from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, needs
+from rolecall.rl_runtime.memory_estimate import FreeMemory, RankNeed, needs
 from rolecall.rl_runtime.memory_estimate import gib as in_gib
 from rolecall.rl_runtime.tasks import check
+from tests.rl_runtime.test_memory_estimate import LARGE as SIZE
 
 GIB = 1 << 30
-SIZE = ModelSize(
-    num_parameters=10**9,
-    num_outside_layers=10**8,
-    num_output_only=0,
-    num_rows=50_000,
-    hidden=1024,
-    intermediate=4096,
-    query=1024,
-    key_value=512,
-    num_layers=24,
-)
 JOB = parse_job({"runtime": {"trainer_ranks": 2}})
 
 

@@ -1,4 +1,4 @@
-"""When checkpoints are taken, and by whom, while training goes on."""
+"""When checkpoints are taken, and which trainer writes them, while training goes on."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -59,7 +59,7 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
         await a.steps(5)
         assert a.written == []
         a.trainers.may_write.set()
-        await a.checkpoints.settled()
+        await a.checkpoints.before_return()
         assert a.written == [("step-1", 1)], "one at a time"
         await a.steps(1)
         assert a.written == [("step-1", 1), ("step-5", 5)]
@@ -73,7 +73,7 @@ def test_one_that_became_due_meanwhile_is_taken_after_the_next_step() -> None:
         a.trainers.may_write.clear()
         await a.steps(4)
         a.trainers.may_write.set()
-        await a.checkpoints.settled()
+        await a.checkpoints.before_return()
         await a.steps(1)
         assert a.written == [("step-1", 1), ("step-4", 4)]
 
@@ -114,8 +114,19 @@ def test_a_trainer_that_is_lost_while_it_writes_is_followed_by_a_survivor() -> N
         await a.steps(2)
         del a.trainers.members[0]
         a.trainers.may_write.set()
-        await a.checkpoints.settled()
+        await a.checkpoints.before_return()
         await a.steps(1)
         assert a.written == [("step-2", 2)]
+
+    run(test())
+
+
+def test_a_step_that_is_trained_again_is_written_again() -> None:
+    async def test() -> None:
+        a = Run(Trainers())
+        await a.steps(2)
+        await a.checkpoints.before_return()
+        await a.checkpoints.last(1)
+        assert a.written == [("step-1", 1)] * 2
 
     run(test())

@@ -41,6 +41,23 @@ def test_same_step_again_replaces(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["step-00000005"]
 
 
+def test_the_one_just_written_stays_beside_damaged_later_ones(tmp_path: Path) -> None:
+    for step in (20, 30, 40):
+        save(tmp_path, step, tensors(step), META, keep=3)
+    save(tmp_path, 25, tensors(25), META, keep=2)
+    assert steps(tmp_path) == [25, 30, 40]
+
+
+def test_what_an_ended_writer_left_behind_is_removed_and_nothing_younger(tmp_path: Path) -> None:
+    old, young = tmp_path / f"{checkpoint.UNFINISHED}00000001-7", tmp_path / f"{checkpoint.UNFINISHED}00000002-8"
+    for folder in (old, young):
+        folder.mkdir()
+    past = young.stat().st_mtime - checkpoint.LEFT_BEHIND_SECONDS - 60
+    os.utime(old, (past, past))
+    save(tmp_path, 5, tensors(1.0), META, keep=2)
+    assert not old.exists() and young.exists()
+
+
 FILES = ["state.safetensors", "commit.json", "meta.json"]
 
 

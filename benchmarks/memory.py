@@ -6,10 +6,10 @@
 
 Each measurement is a line of `results/memory.jsonl` as soon as it is over.
 
-A trainer case starts the processes of one or two trainers as their actors do, makes two steps whose samples all have
-the longest length, and writes a checkpoint, not beside a step, as a run does. An engine case starts an engine, gives it
-three versions of the weights and lets it generate meanwhile. The case of a run is a whole `rolecall run`; its reward
-workers, controller and standby are measured, too.
+A trainer case starts the processes of one or two trainers as their actors do, and makes two steps whose samples all
+have the longest length, the second one beside the copy for a checkpoint, which is then written. An engine case starts
+an engine, gives it three versions of the weights and lets it generate meanwhile. The case of a run is a whole
+`rolecall run`; its reward workers, controller and standby are measured, too.
 
 Measured is the largest RssAnon + RssShmem of /proc/PID/status, read every few milliseconds: the memory that only this
 process has. VmHWM would count file pages, too: of libraries, which all processes share, and of a model folder while it
@@ -403,15 +403,17 @@ def measure_trainer(case: Case, job: JobConfig, run: RunDir) -> Measured:
         for trainer in trainers:
             trainer.answer()
         names = [ReplicaId(f"trainer/{i}") for i in range(len(trainers))]
+        copied = -1
         for step in range(NUM_STEPS):
+            if step == NUM_STEPS - 1:
+                copied = trainers[0].ask("take_snapshot")  # a slow disk keeps it as long
             microbatches = microbatches_of(job, step)
             ids = [m.microbatch_id for m in microbatches]
             for number, trainer in enumerate(trainers):
                 trainer.send("train_step", 1, 1, step, microbatches[number :: len(trainers)], ids, LEDGER, names)
             for trainer in trainers:
                 trainer.answer()
-        trainers[0].ask("take_snapshot")
-        trainers[0].ask("write_checkpoint", str(run.checkpoints), 1)
+        trainers[0].ask("write_checkpoint", str(run.checkpoints), copied)
         pids = trainers[0].ranks()
         peaks.close()
     return {"trainer": [peaks.bytes[pid] for pid in pids]}

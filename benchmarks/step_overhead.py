@@ -236,7 +236,7 @@ def measure(model: str, pairs: int, seed: int, minutes: float) -> list[str]:
             )
         peak = peak_gib()
         began = time.perf_counter()
-        service.save_checkpoint(str(folder / "checkpoints"), 1)
+        service.write_checkpoint(str(folder / "checkpoints"), service.take_snapshot())
         saved = time.perf_counter() - began
         more = (
             f"- memory at its peak {peak:.1f} GiB, with a checkpoint, which takes {saved:.1f} s, {peak_gib():.1f} GiB"

@@ -5,7 +5,7 @@ A trainer rank is largest in one of four phases, beside what it always holds (st
     start        the whole model, before it is sharded
     compute      the logits of one forward and backward pass, with activations; or, after it, the gradient
     publish      the sums of the step, and a version more
-    checkpoint   copies of the whole state; while they are written the next step is computed
+    checkpoint   a copy of the whole state, which is written while the next step is computed
 
 The peak is the largest. Constants are bytes per parameter, counted from the code that they name, and bases of a process
 measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which processes share, are left out.
@@ -30,10 +30,9 @@ GRADIENT_BYTES: Final = 12
 """Of a trained parameter, after the backward pass: a float32 gradient, and its float64 copy while it is added."""
 CHUNK_BYTES: Final = 4
 """Of a trained parameter: the gradient of a microbatch's earlier chunks."""
-CHECKPOINT_BYTES: Final = 36
-"""Of a trained parameter: masters and moments, copied for the checkpoint, as bytes, and as bytes of the file."""
-WRITING_BYTES: Final = 24
-"""Of these the copies and the bytes of the file, which are written while the next step is computed."""
+CHECKPOINT_BYTES: Final = 12
+"""Of a trained parameter: masters and moments, copied for the checkpoint. `trainer/checkpoint.py` writes the copies
+from where they are."""
 VERSIONS_KEPT: Final = 2
 """Previous versions that a trainer keeps at most, as `agreement.VERSIONS_KEPT` says."""
 VERSIONS_PUBLISHED: Final = 2
@@ -278,16 +277,15 @@ def trainer_need(
     compute = _pass_bytes(job, size, trained)
     sums = trained * SUM_BYTES * (1 + (job.roles.trainer > 1))
     publish = max(0, VERSIONS_PUBLISHED + 1 - kept) * version
-    whole = total if rank == 0 and writes else 0  # of a checkpoint
+    copied = total * CHECKPOINT_BYTES if rank == 0 and writes else 0
     if device == "cuda":
-        host = base + max(start, kept * version + max(publish + whole * WRITING_BYTES, whole * CHECKPOINT_BYTES))
+        host = base + max(start, kept * version + publish + copied)
         return RankNeed(
             host_bytes=int(host),
             device_bytes=int(CUDA_BYTES + max(4 * size.num_parameters, state + max(compute, sums))),
         )
-    held = state + kept * version
-    beside = whole * WRITING_BYTES + max(compute, publish + sums)
-    return RankNeed(host_bytes=int(base + max(start, held + max(beside, whole * CHECKPOINT_BYTES))))
+    peak = state + kept * version + copied + max(compute, publish + sums)
+    return RankNeed(host_bytes=int(base + max(start, peak)))
 
 
 def _pass_bytes(job: JobConfig, size: ModelSize, trained: float) -> float:

@@ -219,8 +219,8 @@ def _forwards(
 
 @_forwards(
     control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
-    work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "take_snapshot"),
-    write=("write_checkpoint",),
+    work=("idle", "join", "train_step", "copy_from", "list_checkpoints", "load_checkpoint", "take_snapshot"),
+    write=("write_checkpoint", "remove_checkpoints"),
 )
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:

@@ -1,4 +1,5 @@
-"""When a checkpoint is taken, and its writing, which goes on while the next steps run."""
+"""When a checkpoint is taken, and its writing, which goes on while the next steps run. Then those that are no longer
+needed are removed."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,8 +37,8 @@ class Checkpoints:
                 self._writing = self._tasks.start(self._write(*taken), "write a checkpoint")
 
     async def before_return(self) -> None:
-        """Before the run goes back to an older step: returns when none is being written that this controller has
-        begun, for it would appear later, with steps that are undone."""
+        """Before the run goes back to an older step: returns when the one that this controller has begun to write is
+        there, because it may be the newest."""
         await self._settled()
         self._newest = -1
 
@@ -56,11 +57,12 @@ class Checkpoints:
             await asyncio.wait({self._writing})
 
     async def _write(self, writer: Member, step: int) -> bool:
-        path = await self._trainers.write_checkpoint(writer, step)
-        if path is None:  # another trainer tries after the next step
+        written = await self._trainers.write_checkpoint(writer, step)
+        if written is None:  # another trainer tries after the next step
             self._failed.add(writer)
             self._is_due = not self._trainers.members.keys() <= self._failed
             return False
         self._newest = step
-        self._on_written(path, step)
+        self._on_written(written.path, step)
+        await self._trainers.remove_surplus(writer, written.found)
         return True

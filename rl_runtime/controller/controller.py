@@ -51,7 +51,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     missing_replicas,
     next_step,
 )
-from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StepFailed, TrainerGroup
+from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StateNotLoaded, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within
 from rolecall.rl_runtime.protocol.messages import PromptGroup
@@ -232,7 +232,7 @@ class Controller:
                 return "stopped", self.state.stop_because
             main.result()
             return "completed", f"{self.state.step} steps"
-        except (StepFailed, DeadlineExceeded, BatchNotFilled, NothingScored, SamplerMismatch) as e:
+        except (StepFailed, StateNotLoaded, DeadlineExceeded, BatchNotFilled, NothingScored, SamplerMismatch) as e:
             return "failed", str(e)
         finally:
             for task in (main, stop):

@@ -185,6 +185,11 @@ class RunRecorder:
             self._write(lines)
         return fresh
 
+    def in_history(self, commit: CommitRecord, *, or_assigned: bool = False) -> bool:
+        """Whether the ledger has the commit's step as trained and not undone. `or_assigned`: or is waiting for it."""
+        states = {GroupState.TRAINED, GroupState.ASSIGNED} if or_assigned else {GroupState.TRAINED}
+        return self.ledger.includes(commit.step, commit.group_ids, commit.ledger, states)
+
     def undone_after(self, step: int, reason: str) -> list[GroupId]:
         """Returns to an older checkpoint: reopens groups trained later."""
         self.check()

@@ -8,6 +8,7 @@ will not answer; `contain_attempt` and `choose_state` decide how a failed step c
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -372,11 +373,14 @@ class StateChoice:
     copies: Mapping[Member, Holder]
 
 
-def choose_state(infos: Mapping[Member, TrainerInfo], committed_step: int) -> StateChoice | None:
-    """The state that a new epoch starts from; None when no trainer has the state of `committed_step` or a later one."""
+def choose_state(
+    infos: Mapping[Member, TrainerInfo], committed_step: int, undone: AbstractSet[Member] = frozenset()
+) -> StateChoice | None:
+    """The state that a new epoch starts from; None when no trainer has the state of `committed_step` or a later one.
+    `undone`: trainers whose last step was undone while they were cut off."""
     # A trainer that was cut off may have committed this step in an epoch that the others left: the same microbatches,
     # but summed in another order.
-    states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state}
+    states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state and m not in undone}
     newest = max(states.values(), default=(-2, -1))
     if newest[0] < max(committed_step, -1):
         return None

@@ -1,10 +1,10 @@
 """The trainers of a run: their epochs and optimizer steps.
 
 A loss is recorded and fenced at once; the process group follows at the next regroup. A trainer that joins copies a
-member's state between two steps; if no trainer has the newest state, the newest checkpoint is loaded. All members run a
-step together. When one is lost, hangs or fails, the survivors report their commits (the commit record is
-authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept. `step_plan.py`
-decides.
+member's state between two steps; if no trainer has the newest state, the newest checkpoint of the run's history is
+loaded. All members run a step together. When one is lost, hangs or fails, the survivors report their commits (the
+commit record is authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept.
+`step_plan.py` decides.
 """
 
 import asyncio
@@ -12,15 +12,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import (
+    CheckpointCorrupt,
     CheckpointUnwritable,
     DeadlineExceeded,
     NonFiniteMicrobatch,
     PeerLost,
+    ProofMismatch,
     RolecallError,
     StaleIncarnation,
 )
@@ -39,7 +42,8 @@ from rolecall.rl_runtime.controller.step_plan import (
     late_or_lost,
     membership_changes,
 )
-from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaExited, TrainerPort
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint, choose, surplus
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, TrainerPort
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
@@ -69,6 +73,8 @@ DECISION_SECONDS = 60.0
 """How long a step that fails by its own code waits for recovery's decision."""
 ATTEMPTS_MAX = 24
 """Attempts at one step, over all causes; more are not explained by machine faults."""
+LOADS_MAX = 12
+"""Trainers that are asked to take the state of a checkpoint, before the run ends."""
 
 
 class NoTrainerLeft(RolecallError):
@@ -77,6 +83,18 @@ class NoTrainerLeft(RolecallError):
 
 class StepFailed(RolecallError):
     """A step fails by its own code, or repeatedly: another attempt will not help."""
+
+
+class StateNotLoaded(RolecallError):
+    """A checkpoint does not fit the job, or no trainer could take a state: another attempt will not help."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedState:
+    """Where a run goes on. `refused`: newer checkpoints, each with the reason."""
+
+    path: str  # of a checkpoint; empty: the run's initial state
+    refused: tuple[str, ...]
 
 
 def _recomputed(bad: NonFiniteMicrobatch, by: str, *, finite: bool) -> MicrobatchRecomputed:
@@ -265,8 +283,9 @@ class TrainerGroup:
 
     async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
         """The trainers that have the newest committed state after the others copied it."""
-        infos = await self._infos(ports)
-        choice = choose_state(infos, self.committed_step)
+        infos, in_history = await self._infos(ports), self._recorder.in_history
+        undone = {m for m, i in infos.items() if not in_history(i.commit, or_assigned=True)}
+        choice = choose_state(infos, self.committed_step, undone)
         if choice is None:
             raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
         self.committed_step, self._holders = choice.step, dict(choice.holders)
@@ -311,30 +330,51 @@ class TrainerGroup:
             self._recorder.set_state(*member, ReplicaState.SERVING, f"member of epoch {epoch}")
         return True
 
-    async def recover(self) -> LoadedCheckpoint:
-        """No trainer has the newest state: the first ready one loads the newest good checkpoint.
+    async def recover(self) -> LoadedState:
+        """No trainer has the newest state: the first ready one loads the newest good checkpoint of the run's history.
 
         `committed_step` is then that checkpoint's; later training must be undone.
 
         Raises:
             DeadlineExceeded: no trainer arrived.
+            StateNotLoaded: the checkpoint does not fit the job's model, or every attempt failed.
         """
         for member in list(self.members):
             if member not in self._lost:
                 self._exclude(member, "it does not have the state of the last committed step")
         self.members = {}
-        while True:
+        failure = ""
+        for _ in range(LOADS_MAX):
             await self._wait_for_candidates(1)
             member, port = next(iter(sorted(self._candidates.items(), key=lambda c: c[0])))
             try:
-                loaded = await port.load_checkpoint(self._folder)
+                loaded = await self._load_newest(port)
                 self.committed_step = (await port.commit_record()).step
                 await self.regroup(f"state taken from {loaded.path or 'the beginning'}", with_candidates=True)
                 return loaded
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
-            except NoTrainerLeft:
-                continue
+                failure = str(e)
+            except NoTrainerLeft as e:
+                failure = str(e)
+            except CheckpointCorrupt as e:
+                self._exclude(member, f"it cannot read the checkpoints: {e}")
+                failure = str(e)
+        raise StateNotLoaded(f"no trainer could take a state in {LOADS_MAX} attempts, last: {failure}")
+
+    async def _load_newest(self, port: TrainerPort) -> LoadedState:
+        """Lets one trainer load; this controller tells it which checkpoint, so that all of its ranks load the same."""
+        choice = choose(await port.list_checkpoints(self._folder), self._recorder.in_history)
+        refused = list(choice.refused)
+        for path in (*(info.path for info in choice.usable), ""):
+            try:
+                await port.load_checkpoint(path)
+                return LoadedState(path=path, refused=tuple(refused))
+            except CheckpointCorrupt as e:
+                refused.append(str(e))
+            except ProofMismatch as e:
+                raise StateNotLoaded(f"{path or 'the initial state'} does not fit this job: {e}") from e
+        raise AssertionError("the initial state is no file")
 
     async def run_step(self, plan: StepPlan) -> CommittedStep:
         """Repeats the step until it is committed.
@@ -478,11 +518,23 @@ class TrainerGroup:
                 logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, e)
         return None
 
-    async def write_checkpoint(self, writer: Member, step: int) -> str | None:
-        """Path of the checkpoint that `writer` wrote of its copy; None if it could not."""
+    async def write_checkpoint(self, writer: Member, step: int) -> WrittenCheckpoint | None:
+        """The checkpoint that `writer` wrote of its copy; None if it could not."""
         port = self.members.get(writer)
         try:
-            return None if port is None else await port.write_checkpoint(self._folder, self._keep, step)
+            return None if port is None else await port.write_checkpoint(self._folder, step)
         except Exception as e:  # noqa: BLE001 deliberate: whatever a disk does to one trainer must not end the controller
             logger.warning("%s#%d wrote no checkpoint: %s: %s", *writer, type(e).__name__, e)
             return None
+
+    async def remove_surplus(self, writer: Member, found: Sequence[CheckpointInfo]) -> None:
+        """Lets `writer` remove those of `found` that are not needed; after a failure the next write does.
+
+        Not a part of the write: when that ends, a later controller may be at work, which needs other checkpoints.
+        """
+        port, unwanted = self.members.get(writer), surplus(found, self._recorder.in_history, keep=self._keep)
+        try:
+            if port is not None and unwanted:
+                await port.remove_checkpoints([info.path for info in unwanted])
+        except Exception as e:  # noqa: BLE001 deliberate: as above
+            logger.warning("%s#%d removed no checkpoint: %s: %s", *writer, type(e).__name__, e)

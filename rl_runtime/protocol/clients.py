@@ -14,6 +14,7 @@ from rolecall.core.errors import DeadlineExceeded, NonFiniteValue, RolecallError
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
     ComputedMicrobatch,
@@ -36,7 +37,9 @@ T = TypeVar("T")
 
 CONTROL_SECONDS = 3.0
 """Deadline of calls that only read or record; each actor has separate threads for them."""
-CHECKPOINT_SECONDS = 120.0
+SNAPSHOT_SECONDS = 120.0
+LOAD_SECONDS = 900.0
+"""Deadline of the reading of a checkpoint, twice: it is verified first."""
 WRITE_SECONDS = 1800.0
 """Deadline of the writing of a checkpoint, which nothing waits for while training goes on."""
 
@@ -62,14 +65,6 @@ class ReplicaClient(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls the replica's method. Raises its exception, or `ReplicaExited`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedCheckpoint:
-    """Result of `load_checkpoint`. `refused`: newer damaged checkpoints, each with the reason."""
-
-    path: str  # empty: the run's initial weights
-    refused: tuple[str, ...]
 
 
 Connect = Callable[[Actual], ReplicaClient]
@@ -151,17 +146,25 @@ class TrainerPort(RoleClient):
         """Returns when the working thread is free; a trainer whose working thread hangs still answers `info`."""
         await self._ask(seconds, "idle")
 
-    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
-        """Loads the newest good checkpoint, or the run's initial weights if there is none."""
-        return cast(LoadedCheckpoint, await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", folder))
+    async def list_checkpoints(self, folder: str) -> tuple[CheckpointInfo, ...]:
+        """All checkpoints in `folder`, as this trainer sees it."""
+        return cast(tuple[CheckpointInfo, ...], await self._ask(SNAPSHOT_SECONDS, "list_checkpoints", folder))
+
+    async def load_checkpoint(self, path: str) -> None:
+        """Takes the state of the checkpoint at `path`; empty: the run's initial state."""
+        await self._ask(LOAD_SECONDS, "load_checkpoint", path)
 
     async def take_snapshot(self) -> int:
         """Copies its state, for `write_checkpoint`. Returns the step of the state."""
-        return cast(int, await self._ask(CHECKPOINT_SECONDS, "take_snapshot"))
+        return cast(int, await self._ask(SNAPSHOT_SECONDS, "take_snapshot"))
 
-    async def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
-        """Path of the checkpoint written, of the snapshot of `step`; removes all but the newest `keep`."""
-        return cast(str, await self._ask(WRITE_SECONDS, "write_checkpoint", folder, keep, step))
+    async def write_checkpoint(self, folder: str, step: int) -> WrittenCheckpoint:
+        """Writes a checkpoint of the snapshot of `step`."""
+        return cast(WrittenCheckpoint, await self._ask(WRITE_SECONDS, "write_checkpoint", folder, step))
+
+    async def remove_checkpoints(self, paths: Sequence[str]) -> None:
+        """What cannot be removed stays."""
+        await self._ask(WRITE_SECONDS, "remove_checkpoints", list(paths))
 
     async def last_result(self) -> StepResult | None:
         return cast("StepResult | None", await self._ask(CONTROL_SECONDS, "last_result"))

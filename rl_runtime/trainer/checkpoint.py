@@ -3,6 +3,9 @@
 A checkpoint is the folder `step-<number>` with `state.safetensors` (weights and optimizer state), `commit.json` (the
 state's meta) and `meta.json` (size and SHA-256 of the other two). It is written to a temporary folder, synced, then
 renamed into place: a kill at any byte leaves older checkpoints intact. `load` verifies every byte before use.
+
+Neither direction holds a copy of the state in memory: tensors are written from where they are, and read as a mapping of
+the file.
 """
 
 import contextlib
@@ -12,16 +15,19 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load as tensors_of
-from safetensors.torch import save as bytes_of
+from safetensors.torch import load_file, save_file
 
 from rolecall.core.errors import CheckpointCorrupt
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo
+from rolecall.rl_runtime.trainer.state import parse_meta
 
 FORMAT: Final = 1
 NAME: Final = re.compile(r"^step-(\d{8})$")
@@ -29,6 +35,9 @@ UNFINISHED: Final = ".tmp-"
 LEFT_BEHIND_SECONDS: Final = 2 * 3600.0
 """Age from which nobody is still writing an unfinished checkpoint."""
 STATE, COMMIT, META = "state.safetensors", "commit.json", "meta.json"
+
+Sum = tuple[int, str]
+"""Size in bytes, and SHA-256, of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,48 +47,39 @@ class Checkpoint:
     path: Path
     step: int  # last optimizer step included
     tensors: dict[str, torch.Tensor]
+    """Views of the file; only what is used of them is read into memory."""
     meta: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """Result of `newest_good`. `bad`: newer checkpoints that were rejected, each with the reason."""
+def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str) -> Path:
+    """Writes checkpoint `step` into `folder`, and removes what writers that ended have left there.
 
-    found: Checkpoint | None
-    bad: tuple[CheckpointCorrupt, ...]
-
-
-def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *, keep: int) -> Path:
-    """Writes checkpoint `step` into `folder` and removes all but the newest `keep`. An existing checkpoint of that step
-    is replaced.
+    An existing checkpoint of that step is replaced, unless it is of a later assignment: the run has gone back since the
+    tensors were copied, and has trained the step again.
 
     Raises:
-        OSError: disk full or not writable; nothing was changed.
+        OSError: disk full or not writable, or there is a later one of that step; nothing was changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, work = path_of(folder, step), folder / f"{UNFINISHED}{step:08d}-{os.getpid()}"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        files = {STATE: bytes_of({n: t.contiguous() for n, t in tensors.items()}), COMMIT: meta.encode()}
-        sums = {n: {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()} for n, raw in files.items()}
-        head = {"format": FORMAT, "step": step, "files": sums}
-        for name, raw in {**files, META: json.dumps(head, indent=2).encode()}.items():
-            _write_synced(work / name, raw)
+        _write_tensors(work / STATE, tensors)
+        (work / COMMIT).write_text(meta, encoding="utf-8")
+        files = {name: _synced(work / name) for name in (STATE, COMMIT)}
+        sums = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()}
+        (work / META).write_text(json.dumps({"format": FORMAT, "step": step, "files": sums}, indent=2))
+        _synced(work / META)
         _sync_folder(work)
+        _refuse_later(final, meta)
         _replace_folder(work, final)
     except BaseException:
         # Deliberate, and raised again: whatever interrupts the write, no partial checkpoint remains.
         shutil.rmtree(work, ignore_errors=True)
         raise
     _sync_folder(folder)
-    # Never the one just written: damaged ones of later steps may lie beside it.
-    unwanted = [path_of(folder, old) for old in steps(folder)[:-keep] if old != step]
     limit = time.time() - LEFT_BEHIND_SECONDS
-    # What cannot be removed now is retried at the next save.
-    for path in unwanted:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path)
     for path in folder.glob(f"{UNFINISHED}*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < limit:
@@ -87,11 +87,62 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
     return final
 
 
+def remove(paths: Iterable[Path]) -> None:
+    """Each becomes invisible at once. What cannot be removed now stays."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(_hidden(path))
+
+
 def load(path: Path) -> Checkpoint:
     """Reads one checkpoint and verifies all of it. Raises CheckpointCorrupt: names the file and the defect."""
-    raw_meta = _read(path / META)
+    step, sums = _head(path)
+    meta = _verified_meta(path, sums)
+    with _reading(path / STATE):
+        with (path / STATE).open("rb") as file:
+            _compare(path / STATE, sums[STATE], _measured(file))
+        try:
+            tensors = load_file(path / STATE)
+        except (SafetensorError, ValueError) as e:
+            raise CheckpointCorrupt(path=str(path / STATE), reason=f"not safetensors: {e}") from e
+    return Checkpoint(path=path, step=step, tensors=tensors, meta=meta)
+
+
+def checkpoints_in(folder: Path) -> list[CheckpointInfo]:
+    """All checkpoints, oldest first, with what is known without their tensors. Unfinished ones are invisible.
+
+    Raises:
+        CheckpointCorrupt: the folder cannot be read.
+    """
+    with _reading(folder):
+        try:
+            names = [NAME.match(p.name) for p in folder.iterdir()]
+        except FileNotFoundError:
+            return []
+    return [_info(path_of(folder, step)) for step in sorted(int(m.group(1)) for m in names if m)]
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _info(path: Path) -> CheckpointInfo:
+    step = int(path.name.removeprefix("step-"))
     try:
-        head: dict[str, Any] = json.loads(raw_meta)
+        commit = parse_meta(_verified_meta(path, _head(path)[1]))[1]
+    except CheckpointCorrupt as e:
+        return CheckpointInfo(path=str(path), step=step, commit=None, damage=str(e))
+    except ValueError as e:
+        return CheckpointInfo(path=str(path), step=step, commit=None, damage=f"{path / COMMIT}: {e}")
+    return CheckpointInfo(path=str(path), step=step, commit=commit)
+
+
+def _head(path: Path) -> tuple[int, Mapping[str, Sum]]:
+    """(step, sums) of a checkpoint's own record."""
+    with _reading(path / META):
+        raw = (path / META).read_bytes()
+    try:
+        head: dict[str, Any] = json.loads(raw)
         form, step, files = int(head["format"]), int(head["step"]), dict(head["files"])
         sums = {n: (int(files[n]["bytes"]), str(files[n]["sha256"])) for n in (STATE, COMMIT)}
     except (ValueError, KeyError, TypeError) as e:
@@ -101,59 +152,50 @@ def load(path: Path) -> Checkpoint:
     named = NAME.match(path.name)
     if named and int(named.group(1)) != step:
         raise CheckpointCorrupt(path=str(path / META), reason=f"has step {step}, unlike its folder")
-    raw = {n: _checked(path / n, size, digest) for n, (size, digest) in sums.items()}
-    try:
-        tensors = tensors_of(raw[STATE])
-    except (SafetensorError, ValueError) as e:
-        raise CheckpointCorrupt(path=str(path / STATE), reason=f"not safetensors: {e}") from e
-    return Checkpoint(path=path, step=step, tensors=tensors, meta=raw[COMMIT].decode(errors="replace"))
+    return step, sums
 
 
-def newest_good(folder: Path) -> Search:
-    """The newest intact checkpoint; newer damaged ones are reported, not ignored."""
-    bad: list[CheckpointCorrupt] = []
-    for step in reversed(steps(folder)):
-        try:
-            return Search(found=load(path_of(folder, step)), bad=tuple(bad))
-        except CheckpointCorrupt as e:
-            bad.append(e)
-    return Search(found=None, bad=tuple(bad))
+def _verified_meta(path: Path, sums: Mapping[str, Sum]) -> str:
+    with _reading(path / COMMIT):
+        raw = (path / COMMIT).read_bytes()
+    _compare(path / COMMIT, sums[COMMIT], _measured(BytesIO(raw)))
+    return raw.decode(errors="replace")
 
 
-def steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, intact or not, ascending. Unfinished ones are invisible."""
-    try:
-        names = [NAME.match(p.name) for p in folder.iterdir() if p.is_dir()]
-    except FileNotFoundError:
-        return []
-    return sorted(int(m.group(1)) for m in names if m)
-
-
-def path_of(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def _checked(path: Path, size: int, digest: str) -> bytes:
-    raw = _read(path)
-    if len(raw) != size:
-        raise CheckpointCorrupt(path=str(path), reason=f"{len(raw)} bytes, {size} were written")
-    if hashlib.sha256(raw).hexdigest() != digest:
+def _compare(path: Path, written: Sum, found: Sum) -> None:
+    if found[0] != written[0]:
+        raise CheckpointCorrupt(path=str(path), reason=f"{found[0]} bytes, {written[0]} were written")
+    if found != written:
         raise CheckpointCorrupt(path=str(path), reason="its SHA-256 is not that of what was written")
-    return raw
 
 
-def _read(path: Path) -> bytes:
+def _measured(file: BufferedReader | BytesIO) -> Sum:
+    """Of all that is in `file`, read piece by piece."""
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return file.seek(0, os.SEEK_END), digest
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises CheckpointCorrupt for an OSError: that `path` cannot be read, and why."""
     try:
-        return path.read_bytes()
+        yield
     except OSError as e:
         raise CheckpointCorrupt(path=str(path), reason=e.strerror or str(e)) from e
 
 
-def _write_synced(path: Path, raw: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(raw)
-        file.flush()
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    try:
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path)
+    except SafetensorError as e:  # also a full disk
+        raise OSError(str(e)) from e
+
+
+def _synced(path: Path) -> Sum:
+    """Of a file that is on disk when this returns."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
+        return _measured(file)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -164,13 +206,24 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def _refuse_later(final: Path, meta: str) -> None:
+    there = _info(final).commit
+    if there is not None and there.ledger.position > parse_meta(meta)[1].ledger.position:
+        raise OSError(f"{final.name} is of a later training of that step")
+
+
 def _replace_folder(work: Path, final: Path) -> None:
-    """Renames the existing folder to an invisible name first, because a non-empty folder cannot be renamed over."""
+    """Hides the existing folder first, because a non-empty folder cannot be renamed over."""
     if final.exists():
-        aside = final.with_name(f"{UNFINISHED}old-{final.name}-{os.getpid()}")
-        shutil.rmtree(aside, ignore_errors=True)
-        final.rename(aside)
+        before = _hidden(final)
         work.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(before, ignore_errors=True)
     else:
         work.rename(final)
+
+
+def _hidden(path: Path) -> Path:
+    """Renames it to an invisible name."""
+    aside = path.with_name(f"{UNFINISHED}old-{path.name}-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return path.rename(aside)

@@ -1,8 +1,12 @@
-"""A run's newest checkpoint as a Hugging Face model folder, which transformers and vLLM load: adapters are merged."""
+"""A run's newest checkpoint as a Hugging Face model folder, which transformers and vLLM load: adapters are merged.
+
+Where the run's journal can be read, checkpoints of steps that were undone are passed over.
+"""
 
 import json
 import os
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,12 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import ConfigError, ProofMismatch
+from rolecall.core.errors import CheckpointCorrupt, ConfigError, JournalError, ProofMismatch
 from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import Ledger
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason
+from rolecall.rl_runtime.protocol.checkpoints import Choice, choose
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer.checkpoint import Checkpoint, newest_good
+from rolecall.rl_runtime.trainer.checkpoint import Checkpoint, checkpoints_in, load
 from rolecall.rl_runtime.trainer.state import WEIGHT, first_state
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,7 +36,7 @@ class Exported:
     step: int  # optimizer step
     num_parameters: int
     dtype: str
-    damaged: tuple[str, ...]  # newer checkpoints that were passed over, with the reasons
+    passed_over: tuple[str, ...]  # other checkpoints, each with the reason
 
 
 def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exported:
@@ -40,13 +47,10 @@ def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exporte
     """
     if folder.exists():
         raise ConfigError([f"--out: {folder} exists already"])
-    search = newest_good(run.checkpoints)
-    if search.found is None:
-        bad = f"; damaged: {'; '.join(map(str, search.bad))}" if search.bad else ""
-        raise ConfigError([f"run {run.run_id} has no checkpoint to export{bad}"])
+    found, passed_over = _newest(run)
     job = parse_job(run.read()["config"])
     dtype = dtype or job.model.dtype
-    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in _weights(run, job, search.found).items()}
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in _weights(run, job, found).items()}
     work = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         work.mkdir(parents=True)
@@ -63,11 +67,34 @@ def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exporte
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return Exported(
-        step=search.found.step,
+        step=found.step,
         num_parameters=sum(t.numel() for t in weights.values()),
         dtype=dtype,
-        damaged=tuple(map(str, search.bad)),
+        passed_over=passed_over,
     )
+
+
+def _newest(run: RunDir) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest good checkpoint, and those that were passed over, each with the reason."""
+    choice = _choice(run)
+    passed_over = list(choice.refused)
+    for info in choice.usable:
+        try:
+            return load(Path(info.path)), tuple(passed_over)
+        except CheckpointCorrupt as e:
+            passed_over.append(str(e))
+    reasons = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
+    raise ConfigError([f"run {run.run_id} has no checkpoint to export{reasons}"])
+
+
+def _choice(run: RunDir) -> Choice:
+    found = checkpoints_in(run.checkpoints)
+    try:
+        with closing(Journal(run.database_url, create=False)) as journal:
+            ledger = Ledger(journal.store)
+            return choose(found, lambda commit: ledger.includes(commit.step, commit.group_ids, commit.ledger))
+    except JournalError:  # what is left of a run can still be used
+        return choose(found, lambda _commit: True)
 
 
 def _weights(run: RunDir, job: JobConfig, found: Checkpoint) -> dict[str, torch.Tensor]:

@@ -2,15 +2,16 @@
 
 After each commit the version is published with its manifest; the state stream gives a replacement the whole state
 between two steps. A checkpoint is a copy of the state that is written while the next steps run. Without Ray; one
-working thread calls `join`, `train_step`, `copy_from`, `load_checkpoint` and `take_snapshot`.
+working thread calls `join`, `train_step`, `copy_from`, `list_checkpoints`, `load_checkpoint` and `take_snapshot`.
 
 Of several ranks each has a service. The first one publishes and writes checkpoints, which hold whole tensors: a run can
-resume with another number of ranks. State copies go from rank to rank.
+resume with another number of ranks. Each rank reads its part of the checkpoint that the controller names. State copies
+go from rank to rank.
 """
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -20,10 +21,10 @@ from torch import Tensor
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation, WireError
+from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, StaleIncarnation, WireError
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults.process_side import COPY, SNAPSHOT
-from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.trainer import checkpoint
@@ -122,11 +123,11 @@ class TrainerService:
     def last_result(self) -> StepResult | None:
         return self.replica.last_result
 
-    def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
-        """Path of the checkpoint written, of the snapshot of `step`, which is forgotten.
+    def write_checkpoint(self, folder: str, step: int) -> WrittenCheckpoint:
+        """Writes a checkpoint of the snapshot of `step`, which is forgotten.
 
         Raises:
-            CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
+            CheckpointUnwritable: nothing was changed. A full disk is not an exception of the job's code.
             StaleIncarnation: there is no snapshot of that step.
         """
         if not self._writing.acquire(blocking=False):
@@ -137,11 +138,16 @@ class TrainerService:
             if taken is None or taken[0] != step:
                 got = "none" if taken is None else f"of step {taken[0]}"
                 raise StaleIncarnation(replica=self._spawn.replica, wanted=f"a snapshot of step {step}", got=got)
-            return str(checkpoint.save(Path(folder), *taken, keep=keep))
+            path = checkpoint.save(Path(folder), *taken)
+            return WrittenCheckpoint(path=str(path), found=self.list_checkpoints(folder))
         except OSError as e:
             raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
         finally:
             self._writing.release()
+
+    def remove_checkpoints(self, paths: Sequence[str]) -> None:
+        """What cannot be removed now stays."""
+        checkpoint.remove(map(Path, paths))
 
     # In the working thread.
 
@@ -194,19 +200,34 @@ class TrainerService:
                 self._snapshot = step, tensors, meta
         return step
 
-    def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
-        """Loads the newest good checkpoint; without one, the run's initial weights."""
-        search = checkpoint.newest_good(Path(folder))
-        refused = tuple(str(e) for e in search.bad)
-        if search.found is not None:
-            self.replica.load_state(search.found.tensors, search.found.meta, whole=True)
-            path = str(search.found.path)
-        else:
-            first = first_state(self._job, self.replica.vocab, replica=self._spawn.replica)
-            self.replica.load_state(*first.export(), whole=True)
-            path = ""
+    def list_checkpoints(self, folder: str) -> tuple[CheckpointInfo, ...]:
+        """Raises CheckpointCorrupt: the folder cannot be read."""
+        return tuple(checkpoint.checkpoints_in(Path(folder)))
+
+    def load_checkpoint(self, path: str) -> None:
+        """Takes the state of the checkpoint at `path`; empty: the run's initial state.
+
+        Raises:
+            CheckpointCorrupt: a rank cannot read it; nothing was changed.
+            ProofMismatch: it is not a state of this model; nothing was changed.
+        """
+        damage, tensors, meta = "", dict[str, Tensor](), ""
+        try:
+            tensors, meta = self._stored(path)
+        except CheckpointCorrupt as e:
+            if self._ranks.size == 1:
+                raise
+            damage = f"rank {self._ranks.rank}: {e}"
+        if damage := self._ranks.agree(damage):
+            raise CheckpointCorrupt(path=path, reason=damage)
+        self.replica.load_state(tensors, meta, whole=True)
         self._publish(self.replica.state.commit.policy_version)
-        return LoadedCheckpoint(path=path, refused=refused)
+
+    def _stored(self, path: str) -> tuple[dict[str, Tensor], str]:
+        if not path:
+            return first_state(self._job, self.replica.vocab, replica=self._spawn.replica).export()
+        found = checkpoint.load(Path(path))
+        return found.tensors, found.meta
 
     def close(self) -> None:
         self.replica.close()

@@ -195,8 +195,9 @@ def export_command(
         raise ConfigError([f"--dtype: {dtype!r}: expected {', '.join(DTYPES)}"])
     done = export_model(named_run(runs, run, option), folder, dtype or None)
     num, step = done.num_parameters, done.step
-    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": done.dtype, "damaged": [*done.damaged]}
-    lines = [f"passed over: {reason}" for reason in done.damaged]
+    passed_over = [*done.passed_over]
+    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": done.dtype, "passed_over": passed_over}
+    lines = [f"passed over: {reason}" for reason in passed_over]
     lines.append(f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after {counted(step + 1, 'step')}")
     show(as_json, value, lines)
 

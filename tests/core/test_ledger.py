@@ -318,3 +318,37 @@ def test_random_tampering_is_found(ledger: Ledger, rng: random.Random, seed: int
             if not harmed:
                 break
         assert (harmed == lines) == audit(harmed, [anchor]).ok, f"seed {seed}"
+
+
+def test_a_commit_is_in_the_history_until_its_step_is_undone(ledger: Ledger) -> None:
+    ledger.write([_line(g, S.ISSUED) for g in ("g1", "g2", "g3")])
+    zero = ledger.write([_line("g1", S.ASSIGNED, 0)])
+    first = ledger.write([_line("g1", S.TRAINED, 0), _line("g2", S.ASSIGNED, 1)])
+    both = frozenset({S.TRAINED, S.ASSIGNED})
+
+    def found(step: int, group: str, head: ChainHead) -> tuple[bool, bool]:
+        groups = [GroupId(group)]
+        return ledger.includes(step, groups, head), ledger.includes(step, groups, head, both)
+
+    assert found(0, "g1", zero) == (True, True) and found(1, "g2", first) == (False, True)
+    later = ledger.write([_line("g2", S.TRAINED, 1)])
+    assert found(1, "g2", first) == (True, True)
+    assert found(1, "g2", later) == (True, True), "a successor resumes a step with the head that it finds"
+    ledger.undo_after(0, "back to step 0")
+    assert found(1, "g2", first) == (False, False) and found(0, "g1", zero) == (True, True)
+    again = ledger.write([_line("g2", S.ASSIGNED, 1)])
+    assert found(1, "g2", first) == (False, False), "the same group in the same step, by another assignment"
+    ledger.write([_line("g2", S.TRAINED, 1)])
+    assert found(1, "g2", first) == (False, False) and found(1, "g2", again) == (True, True)
+
+
+def test_a_commit_of_another_step_or_ledger_is_not_in_the_history(ledger: Ledger) -> None:
+    heads = _ordinary(ledger)
+    groups = [GroupId("g1"), GroupId("g2")]
+    assert ledger.includes(0, groups, heads[1])
+    assert not ledger.includes(1, groups, heads[1])
+    assert not ledger.includes(0, groups, ChainHead(position=heads[1].position, hash=GENESIS))
+    assert not ledger.includes(0, groups, ChainHead(position=10**6, hash=heads[1].hash))
+    assert not ledger.includes(0, [*groups, GroupId("g9")], heads[1])
+    assert not ledger.includes(0, [], heads[1])
+    assert ledger.includes(-1, [], ChainHead(position=0, hash=GENESIS)), "the state before the first step"

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -260,3 +260,14 @@ class World:
                 assert list(commit.microbatch_ids) == sorted(wanted)
             assert groups in [set(c.group_ids) for c in commits], "the trained groups differ from the ledger"
             assert set(newest[step]["groups"]) == groups
+        self._check_lineage({step: b["gradient_digest"] for step, b in newest.items()})
+
+    def _check_lineage(self, digests: Mapping[int, str]) -> None:
+        """Each step was computed on the state of the one before, and the ledger knows which checkpoints have them."""
+        before, ledger = "first", Ledger(self.journal.store)
+        for step, digest in sorted(digests.items()):
+            assert self.fleet.parents[digest] == before, f"step {step} was computed on a state that was discarded"
+            before = digest
+        for step, (commit, lineage) in self.fleet.checkpoints.items():
+            included = ledger.includes(step, commit.group_ids, commit.ledger)
+            assert included == (step < 0 or lineage == digests[step]), f"checkpoint of step {step}"

@@ -15,13 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import NonFiniteMicrobatch, PeerLost, StaleIncarnation, WireError
+from rolecall.core.errors import (
+    CheckpointCorrupt,
+    CheckpointUnwritable,
+    NonFiniteMicrobatch,
+    PeerLost,
+    StaleIncarnation,
+    WireError,
+)
 from rolecall.core.ids import GroupId, NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.protocol import messages as protocol
-from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint, ReplicaExited
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint
+from rolecall.rl_runtime.protocol.clients import ReplicaExited
 from rolecall.rl_runtime.protocol.messages import (
     CheckVerdict,
     CommitRecord,
@@ -88,6 +96,14 @@ def fake_manifest(version: int, lineage: str) -> protocol.Manifest:
     return protocol.Manifest(policy_version=version, tensors=(entry,), canary_logprobs=(0.0,), digest=digest)
 
 
+def checkpoint_path(folder: str, step: int) -> str:
+    return f"{folder}/step-{step:08d}"
+
+
+def step_of(path: str) -> int:
+    return int(path.rpartition("step-")[2])
+
+
 class Collective:
     """The process group of one epoch: a barrier that fails for all when one of them is gone."""
 
@@ -130,6 +146,8 @@ class FakeTrainer(_FakeReplica):
         self.last: protocol.StepResult | None = None
         self._work = asyncio.Lock()
         self.raises: list[Exception] = []
+        self.snapshot: tuple[CommitRecord, str] | None = None
+        self.writing = False
 
     def info(self) -> protocol.TrainerInfo:
         self._may_answer()
@@ -259,6 +277,7 @@ class FakeTrainer(_FakeReplica):
             gradient_digest=digest,
             ledger=ledger,
         )
+        self.fleet.parents[digest] = self.lineage
         self.lineage, self.computed = digest, {}
         self.fleet.optimizer.setdefault(step, {})[digest] = self.commit
         rewards = [s.reward for g in groups for s in g.samples if s.is_over]
@@ -298,24 +317,50 @@ class FakeTrainer(_FakeReplica):
 
     async def take_snapshot(self) -> int:
         async with self._work:
+            if self.writing:
+                raise CheckpointUnwritable(path="the checkpoint", reason="an earlier one is still being written")
             self.snapshot = self.commit, self.lineage
             return self.commit.step
 
-    async def write_checkpoint(self, folder: str, keep: int, step: int) -> str:
-        commit, lineage = self.snapshot
-        assert commit.step == step
-        await asyncio.sleep(0.05)
-        self.fleet.checkpoints[commit.step] = (commit, lineage)
-        return f"{folder}/step-{commit.step:08d}"
+    async def write_checkpoint(self, folder: str, step: int) -> WrittenCheckpoint:
+        (commit, lineage), self.snapshot = self.snapshot or (self.commit, ""), None
+        if self.writing or not lineage or commit.step != step:
+            raise StaleIncarnation(replica=self.replica, wanted=f"a snapshot of step {step}", got=f"{commit.step}")
+        writing = self.fleet.spawn(self._write(folder, commit, lineage))
+        await (asyncio.shield(writing) if self.fleet.writes_survive else writing)
+        return WrittenCheckpoint(path=checkpoint_path(folder, step), found=self.list_checkpoints(folder))
 
-    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
+    async def _write(self, folder: str, commit: CommitRecord, lineage: str) -> None:
+        self.writing = True
+        try:
+            await asyncio.sleep(self.fleet.write_seconds())
+            there = self.fleet.checkpoints.get(commit.step)
+            if self.fleet.write_fails() or (there and there[0].ledger.position > commit.ledger.position):
+                raise CheckpointUnwritable(path=folder, reason="No space left on device")
+            self.fleet.checkpoints[commit.step] = commit, lineage
+        finally:
+            self.writing = False
+
+    def remove_checkpoints(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            self.fleet.checkpoints.pop(step_of(path), None)
+
+    def list_checkpoints(self, folder: str) -> tuple[CheckpointInfo, ...]:
+        if (failure := self.fleet.list_fails(folder)) is not None:
+            raise failure
+        found = sorted(self.fleet.checkpoints.items())
+        return tuple(CheckpointInfo(path=checkpoint_path(folder, s), step=s, commit=c) for s, (c, _) in found if s >= 0)
+
+    async def load_checkpoint(self, path: str) -> None:
         async with self._work:
             await asyncio.sleep(0.1)
-            step = max(self.fleet.checkpoints, default=-1)
-            self.commit, self.lineage = self.fleet.checkpoints.get(step, (protocol.first_commit(), "first"))
+            if (failure := self.fleet.load_fails(path)) is not None:
+                raise failure
+            if path and step_of(path) not in self.fleet.checkpoints:
+                raise CheckpointCorrupt(path=path, reason="No such file or directory")
+            stored = self.fleet.checkpoints[step_of(path)] if path else (protocol.first_commit(), "first")
+            self.commit, self.lineage = stored
             self.has_state, self.computed = True, {}
-            path = f"{folder}/step-{step:08d}" if step >= 0 else ""
-            return LoadedCheckpoint(path=path, refused=())
 
 
 @dataclass
@@ -621,6 +666,16 @@ class SimulatedFleet:
         self.processes: dict[Member, SimulatedProcess] = {}
         self.collectives: dict[int, Collective] = {}
         self.checkpoints: dict[int, tuple[CommitRecord, str]] = {}
+        """Step -> commit, lineage."""
+        self.write_seconds: Callable[[], float] = lambda: 0.05
+        self.write_fails: Callable[[], bool] = lambda: False
+        self.writes_survive = False
+        """Whether a write goes on when its process is dead for the others: it is cut off, the file system is not."""
+        self.load_fails: Callable[[str], Exception | None] = lambda path: None
+        """What a trainer raises that is to load a checkpoint; the path is empty for the initial state."""
+        self.list_fails: Callable[[str], Exception | None] = lambda folder: None
+        self.parents: dict[str, str] = {}
+        """Gradient digest -> that of the step before, on whose state it was computed; `first`: none."""
         self.optimizer: dict[int, dict[str, CommitRecord]] = {}
         """Step -> gradient digest -> commit: more than one digest only after going back to a checkpoint."""
         self.tokens_made: Counter[str] = Counter()
@@ -690,6 +745,9 @@ class SimulatedFleet:
 
     def newest(self, replica: str) -> SimulatedProcess:
         return max((p for m, p in self.processes.items() if m[0] == replica), key=lambda p: p.member[1])
+
+    def trainers(self) -> list[SimulatedProcess]:
+        return [p for p in self.processes.values() if isinstance(p.body, FakeTrainer)]
 
     def kill(self, replica: str) -> SimulatedProcess:
         """SIGKILL."""

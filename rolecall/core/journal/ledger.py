@@ -15,6 +15,7 @@ group id identifies the prompt, which the task generates from (seed, group numbe
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -147,6 +148,30 @@ class Ledger:
             query = sa.select(sa.func.max(LEDGER_GROUPS.c.step)).where(LEDGER_GROUPS.c.state == str(GroupState.TRAINED))
             step = conn.execute(query).scalar()
         return -1 if step is None else int(step)
+
+    def includes(
+        self,
+        step: int,
+        group_ids: Iterable[GroupId],
+        head: ChainHead,
+        states: AbstractSet[GroupState] = frozenset({GroupState.TRAINED}),
+    ) -> bool:
+        """Whether a commit of `step`, made from the assignment that the ledger had at `head`, is part of the run's
+        history: its groups still are in one of `states` by that assignment. One that was undone since, or is of another
+        ledger, is not. The state before the first step (-1) always is.
+        """
+        if step < 0:
+            return True
+        groups = sorted({str(g) for g in group_ids})
+        with self._store.read() as conn:
+            link = conn.execute(sa.select(LEDGER.c.hash).where(LEDGER.c.seq == head.position)).scalar()
+            assigned = sa.select(sa.func.max(LEDGER.c.seq)).where(
+                LEDGER.c.group_id.in_(groups), LEDGER.c.state == str(GroupState.ASSIGNED)
+            )
+            last = conn.execute(assigned).scalar()
+            now = conn.execute(sa.select(LEDGER_GROUPS).where(LEDGER_GROUPS.c.group_id.in_(groups))).all()
+        is_current = len(now) == len(groups) and all(g.step == step and g.state in states for g in now)
+        return link == head.hash and last is not None and last <= head.position and is_current
 
     def undo_after(self, step: int, reason: str) -> list[GroupId]:
         """Marks groups trained after `step` undone: they return to the queue. Returns them."""

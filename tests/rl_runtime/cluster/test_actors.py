@@ -137,8 +137,8 @@ def test_every_call_of_a_port_is_a_method_of_its_actor(port: type, actor: type) 
 
 
 def test_work_is_in_order_and_control_calls_are_not() -> None:
-    work = {"join", "train_step", "copy_from", "load_checkpoint", "take_snapshot", "idle", "update_weights"}
-    work |= {"score", "observe"}
+    work = {"join", "train_step", "copy_from", "list_checkpoints", "load_checkpoint", "take_snapshot", "idle"}
+    work |= {"update_weights", "score", "observe"}
     for actor in (actors.TrainerActor, actors.RolloutActor, actors.RewardActor, actors.ControllerActor):
         for name, method in inspect.getmembers(actor, inspect.isfunction):
             group = getattr(method, "__ray_concurrency_group__", None)

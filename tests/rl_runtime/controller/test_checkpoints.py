@@ -1,15 +1,23 @@
-"""When checkpoints are taken, and which trainer writes them, while training goes on."""
+"""When checkpoints are taken, which trainer writes them while training goes on, and which of them are used and kept."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rolecall.rl_runtime.controller.background_tasks import Tasks
 from rolecall.rl_runtime.controller.checkpoints import Checkpoints
+from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint, choose, surplus
+from rolecall.rl_runtime.protocol.messages import CommitRecord, first_commit
 
 EVERY = 2
+
+
+def stored(step: int, *, damaged: bool = False) -> CheckpointInfo:
+    commit = None if damaged else replace(first_commit(), step=step)
+    return CheckpointInfo(path=f"step-{step}", step=step, commit=commit, damage=f"step-{step}: cut" if damaged else "")
 
 
 class Trainers:
@@ -18,16 +26,20 @@ class Trainers:
     def __init__(self, bad: tuple[int, ...] = ()) -> None:
         self.members = dict.fromkeys(range(2))
         self.bad, self.step, self.tried = bad, -1, list[tuple[int, int]]()
+        self.removed: list[tuple[int, tuple[str, ...]]] = []
         self.may_write = asyncio.Event()
         self.may_write.set()
 
     async def take_snapshot(self, failed: set[int]) -> tuple[int, int] | None:
         return min(self.members, key=lambda m: (m in failed, m), default=0), self.step
 
-    async def write_checkpoint(self, writer: int, step: int) -> str | None:
+    async def write_checkpoint(self, writer: int, step: int) -> WrittenCheckpoint | None:
         await self.may_write.wait()
         self.tried.append((writer, step))
-        return None if writer in self.bad else f"step-{step}"
+        return None if writer in self.bad else WrittenCheckpoint(path=f"step-{step}", found=(stored(step),))
+
+    async def remove_surplus(self, writer: int, found: Sequence[CheckpointInfo]) -> None:
+        self.removed.append((writer, tuple(info.path for info in found)))
 
 
 class Run:
@@ -130,3 +142,53 @@ def test_a_step_that_is_trained_again_is_written_again() -> None:
         assert a.written == [("step-1", 1)] * 2
 
     run(test())
+
+
+def test_what_is_not_needed_is_removed_after_the_checkpoint_is_recorded() -> None:
+    async def test() -> None:
+        a = Run(Trainers(bad=(0,)))
+        await a.steps(3)
+        assert a.written == [("step-2", 2)] and a.trainers.removed == [(1, ("step-2",))]
+
+        def superseded(_path: str, _step: int) -> None:
+            raise RuntimeError("a later controller is at work")
+
+        b = Run(Trainers())
+        b.checkpoints = Checkpoints(every_steps=1, trainers=b.trainers, tasks=Tasks(), on_written=superseded)  # type: ignore[arg-type]
+        await b.steps(1)
+        assert b.trainers.tried and not b.trainers.removed
+
+    run(test())
+
+
+def before(step: int) -> Any:
+    """The run went back to `step` and has trained none since."""
+    return lambda commit: commit.step <= step
+
+
+def everything(_commit: CommitRecord) -> bool:
+    return True
+
+
+def test_the_newest_checkpoint_of_the_runs_history_is_chosen() -> None:
+    found = [stored(4), stored(9), stored(14, damaged=True), stored(19)]
+    choice = choose(found, before(9))
+    assert choice.usable == (stored(9), stored(4))
+    assert choice.refused == ("step-19: its last step was undone, or is of another run", "step-14: cut")
+    assert [i.step for i in choose(found, everything).usable] == [19, 9, 4]
+
+
+@pytest.mark.parametrize(
+    ("found", "keep", "removed"),
+    [
+        ([stored(4), stored(9), stored(14)], 2, [4]),
+        ([stored(4), stored(9), stored(14)], 3, []),
+        ([stored(4), stored(9), stored(900)], 1, [4, 900]),
+        ([stored(4), stored(900)], 1, [900]),
+        ([stored(4, damaged=True), stored(9), stored(12, damaged=True), stored(14)], 2, [4]),
+        ([stored(4, damaged=True), stored(9)], 2, []),
+        ([stored(900)], 1, [900]),
+    ],
+)
+def test_the_newest_of_the_runs_history_are_kept(found: list[CheckpointInfo], keep: int, removed: list[int]) -> None:
+    assert [i.step for i in surplus(found, before(100), keep=keep)] == removed

@@ -5,11 +5,13 @@ Enumerated, not only sampled: `effects` counts them all in an undisturbed run, a
 
 import asyncio
 import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from rolecall.core.errors import StaleIncarnation
+from rolecall.core.errors import CheckpointCorrupt, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
@@ -157,3 +159,126 @@ def test_a_newer_controller_makes_the_older_one_end_without_a_word(tmp_path: Pat
     w = World(job=small_job(**SHORT), path=tmp_path, seed=0, script=script).run()
     w.check()
     assert len(w.controllers) == 2, "the first one ended without an outcome, the second one ended the run"
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def kill_trainers(w: World) -> None:
+    for replica in ("trainer/0", "trainer/1"):
+        if not w.fleet.newest(replica).dead.is_set():
+            w.fleet.kill(replica)
+
+
+def test_a_checkpoint_that_appears_after_a_return_is_not_loaded(tmp_path: Path) -> None:
+    """Its writer outlives the controller that told it to write, and then the run goes back to an older step."""
+    states: list[tuple[int, list[int]]] = []
+
+    def returns(w: World) -> list[int]:
+        return [e["step"] for e in w.events(EventKind.STEP_INTERRUPTED) if "state taken from" in e["because"]]
+
+    async def script(w: World) -> None:
+        await until(lambda: 1 in w.fleet.checkpoints)
+        w.fleet.writes_survive, w.fleet.write_seconds = True, lambda: 6.0
+        await until(lambda: any(p.body.writing for p in w.fleet.trainers()))
+        w.fleet.write_seconds = lambda: 1000.0
+        await until(lambda: w.controllers[-1].state.step > 5)
+        w.mortalities[-1].dies_at = 0
+        kill_trainers(w)
+        await until(
+            lambda: len(w.fleet.checkpoints) > 1 and w.controllers[-1].state.step > max(w.fleet.checkpoints) + 1
+        )
+        states.append((len(w.controllers), sorted(w.fleet.checkpoints)))
+        w.fleet.write_seconds = lambda: 0.05
+        kill_trainers(w)
+        await until(lambda: len(returns(w)) > 1)
+
+    w = World(job=small_job(num_steps=60, checkpoint__every_steps=2), path=tmp_path, seed=1, script=script).run()
+    w.check()
+    [(controllers, [one, late])] = states
+    assert controllers == 2 and one == 1 < late and returns(w) == [2, 2], "from the checkpoint of step 1, both times"
+    refused = [e["refused_checkpoints"] for e in w.events(EventKind.STEP_INTERRUPTED) if e["refused_checkpoints"]]
+    assert len(refused) == 1 and f"step-{late:08d}: its last step was undone" in refused[0][0]
+
+
+@pytest.mark.parametrize("trial", range(8))
+def test_exactly_once_with_checkpoints_that_fail_and_come_late(tmp_path: Path, seed: int, trial: int) -> None:
+    rng = random.Random(f"checkpoints/{seed}/{trial}")
+
+    async def script(w: World) -> None:
+        w.fleet.write_seconds = lambda: rng.choice([0.05, 0.3, 2.0, 8.0])
+        w.fleet.write_fails = lambda: rng.random() < 0.2
+        w.fleet.writes_survive = rng.random() < 0.7
+        w.fleet.load_fails = lambda path: (
+            CheckpointCorrupt(path=path, reason="Input/output error") if path and rng.random() < 0.1 else None
+        )
+        for _ in range(5):
+            await asyncio.sleep(rng.uniform(0.5, 4.0))
+            kill_trainers(w) if rng.random() < 0.6 else w.fleet.hang(rng.choice(["trainer/0", "trainer/1"]))
+
+    deaths = [rng.randrange(20, 500) for _ in range(3)]
+    job = small_job(num_steps=20, checkpoint__every_steps=rng.choice([1, 2, 3]), checkpoint__keep=rng.choice([1, 2]))
+    w = World(job=job, path=tmp_path, seed=rng.randrange(1000), deaths=deaths, script=script).run()
+    w.check()
+
+
+def test_a_checkpoint_that_does_not_fit_the_job_ends_the_run(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.load_fails = lambda path: ProofMismatch(
+            replica="trainer/0", part="state", tensor="(frozen)", reason="the model folder has changed"
+        )
+        await until(lambda: 1 in w.fleet.checkpoints)
+        kill_trainers(w)
+
+    w = World(job=small_job(**SHORT), path=tmp_path, seed=0, script=script).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed" and len(w.controllers) == 1
+    assert re.search(r"checkpoints/step-00000001 does not fit this job: .*model folder has changed", w.outcome.because)
+    assert w.audit().ok
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.load_fails = lambda path: (
+            CheckpointCorrupt(path=path, reason="its SHA-256 is not that of what was written")
+            if path.endswith("step-00000003")
+            else None
+        )
+        await until(lambda: 3 in w.fleet.checkpoints)
+        kill_trainers(w)
+
+    w = World(job=small_job(num_steps=12, checkpoint__every_steps=2), path=tmp_path, seed=0, script=script).run()
+    w.check()
+    [back] = [e for e in w.events(EventKind.STEP_INTERRUPTED) if e["refused_checkpoints"]]
+    assert back["step"] == 2 and "step-00000003: its SHA-256" in back["refused_checkpoints"][0]
+
+
+def test_checkpoints_that_no_trainer_can_read_end_the_run(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await until(lambda: 1 in w.fleet.checkpoints)
+        w.fleet.list_fails = lambda folder: CheckpointCorrupt(path=folder, reason="Permission denied")
+        kill_trainers(w)
+
+    w = World(job=small_job(**SHORT), path=tmp_path, seed=0, script=script).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed" and len(w.controllers) == 1
+    assert "no trainer could take a state" in w.outcome.because and "Permission denied" in w.outcome.because
+
+
+def test_a_trainer_that_was_cut_off_does_not_bring_back_what_was_undone(tmp_path: Path) -> None:
+    """It answers again after the others went back to an older step, and has a newer state than they."""
+
+    async def script(w: World) -> None:
+        w.fleet.hung_seconds = 500.0
+        await until(lambda: 1 in w.fleet.checkpoints)
+        w.fleet.write_fails = lambda: True
+        await until(lambda: w.controllers[-1].state.step > 6)
+        w.fleet.hang("trainer/1")
+        w.fleet.kill("trainer/0")
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.resume("trainer/1")
+
+    w = World(job=small_job(num_steps=30, checkpoint__every_steps=2), path=tmp_path, seed=0, script=script).run()
+    w.check()
+    last = w.journal.epoch()
+    assert last is not None and ("trainer/1", 1) in last.members, "it copied the state and joined"

@@ -2,50 +2,70 @@
 
 import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from rolecall.core.errors import CheckpointCorrupt
+from rolecall.core.journal.payloads import ChainHead
+from rolecall.rl_runtime.protocol.messages import first_commit
 from rolecall.rl_runtime.trainer import checkpoint
-from rolecall.rl_runtime.trainer.checkpoint import load, newest_good, path_of, save, steps
+from rolecall.rl_runtime.trainer.checkpoint import checkpoints_in, load, path_of, remove, save
+from rolecall.rl_runtime.trainer.state import META_FORMAT
 
-META = '{"commit": 1}'
+
+def meta(position: int = 1) -> str:
+    """Of a commit whose step was assigned at this position of the ledger."""
+    commit = replace(first_commit(), ledger=ChainHead(position=position, hash="0"))
+    return json.dumps({"format": META_FORMAT, "optimizer_step": 1, "commit": asdict(commit)})
+
+
+META = meta()
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"weight/a": torch.full((3, 2), value), "exp_avg/a": torch.full((3, 2), -value)}
 
 
+def steps(folder: Path) -> list[int]:
+    return [info.step for info in checkpoints_in(folder)]
+
+
 def test_round_trip_bit_by_bit(tmp_path: Path) -> None:
     exact = {"a": torch.randn(5, 7), "b": torch.tensor([float("nan"), -0.0, 1e-45]), "n": torch.arange(3)}
-    path = save(tmp_path, 12, exact, META, keep=3)
+    exact["t"] = exact["a"].T
+    path = save(tmp_path, 12, exact, META)
     assert path == path_of(tmp_path, 12)
     got = load(path)
     assert (got.step, got.meta, got.tensors.keys()) == (12, META, exact.keys())
     for name, tensor in exact.items():
         assert got.tensors[name].numpy().tobytes() == tensor.numpy().tobytes()
+    [info] = checkpoints_in(tmp_path)
+    assert (info.path, info.step, info.damage) == (str(path), 12, "")
+    assert info.commit is not None and info.commit.ledger.position == 1
 
 
-def test_keeps_the_newest(tmp_path: Path) -> None:
-    for step in (5, 10, 15, 20):
-        save(tmp_path, step, tensors(step), META, keep=2)
-    assert steps(tmp_path) == [15, 20]
+def test_removes_what_it_is_told_to(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, tensors(step), META) for step in (5, 10, 15)]
+    mapped = load(paths[0])
+    remove([paths[0], paths[2], tmp_path / "step-00000020"])
+    assert steps(tmp_path) == [10] and os.listdir(tmp_path) == ["step-00000010"]
+    assert float(mapped.tensors["weight/a"][2, 1]) == 5.0, "what has been opened stays readable"
 
 
-def test_same_step_again_replaces(tmp_path: Path) -> None:
-    save(tmp_path, 5, tensors(1.0), META, keep=2)
-    save(tmp_path, 5, tensors(2.0), META, keep=2)
+def test_same_step_again_replaces_unless_it_is_of_an_earlier_assignment(tmp_path: Path) -> None:
+    save(tmp_path, 5, tensors(1.0), meta(10))
+    save(tmp_path, 5, tensors(2.0), meta(10))
     assert float(load(path_of(tmp_path, 5)).tensors["weight/a"][0, 0]) == 2.0
+    save(tmp_path, 5, tensors(3.0), meta(20))
+    with pytest.raises(OSError, match="step-00000005 is of a later training of that step"):
+        save(tmp_path, 5, tensors(4.0), meta(10))
+    assert float(load(path_of(tmp_path, 5)).tensors["weight/a"][0, 0]) == 3.0
     assert os.listdir(tmp_path) == ["step-00000005"]
-
-
-def test_the_one_just_written_stays_beside_damaged_later_ones(tmp_path: Path) -> None:
-    for step in (20, 30, 40):
-        save(tmp_path, step, tensors(step), META, keep=3)
-    save(tmp_path, 25, tensors(25), META, keep=2)
-    assert steps(tmp_path) == [25, 30, 40]
 
 
 def test_what_an_ended_writer_left_behind_is_removed_and_nothing_younger(tmp_path: Path) -> None:
@@ -54,7 +74,7 @@ def test_what_an_ended_writer_left_behind_is_removed_and_nothing_younger(tmp_pat
         folder.mkdir()
     past = young.stat().st_mtime - checkpoint.LEFT_BEHIND_SECONDS - 60
     os.utime(old, (past, past))
-    save(tmp_path, 5, tensors(1.0), META, keep=2)
+    save(tmp_path, 5, tensors(1.0), META)
     assert not old.exists() and young.exists()
 
 
@@ -63,9 +83,9 @@ FILES = ["state.safetensors", "commit.json", "meta.json"]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", ["cut", "flip", "remove", "empty"])
-def test_harm_is_named_and_the_one_before_offered(tmp_path: Path, name: str, harm: str) -> None:
-    save(tmp_path, 10, tensors(1.0), META, keep=3)
-    save(tmp_path, 20, tensors(2.0), META, keep=3)
+def test_harm_is_named(tmp_path: Path, name: str, harm: str) -> None:
+    save(tmp_path, 10, tensors(1.0), META)
+    save(tmp_path, 20, tensors(2.0), META)
     victim = path_of(tmp_path, 20) / name
     raw = bytearray(victim.read_bytes())
     if harm == "remove":
@@ -79,14 +99,14 @@ def test_harm_is_named_and_the_one_before_offered(tmp_path: Path, name: str, har
     blamed = Path(corrupt.value.path).name
     # A sum that was changed in meta.json shows at the file that it is the sum of.
     assert blamed == name or (name == "meta.json" and blamed in FILES)
-    search = newest_good(tmp_path)
-    assert search.found is not None
-    assert search.found.step == 10
-    assert [Path(b.path).parent.name for b in search.bad] == ["step-00000020"]
+    good, bad = checkpoints_in(tmp_path)
+    assert (good.step, bad.step) == (10, 20) and good.commit is not None
+    is_found = blamed != "state.safetensors"
+    assert (bad.commit is None) == is_found and bad.damage == (str(corrupt.value) if is_found else "")
 
 
 def test_renamed_and_foreign_ones_are_refused(tmp_path: Path) -> None:
-    path = save(tmp_path, 10, tensors(1.0), META, keep=3)
+    path = save(tmp_path, 10, tensors(1.0), META)
     path.rename(path_of(tmp_path, 30))
     with pytest.raises(CheckpointCorrupt, match="has step 10"):
         load(path_of(tmp_path, 30))
@@ -94,10 +114,18 @@ def test_renamed_and_foreign_ones_are_refused(tmp_path: Path) -> None:
     head.write_text(json.dumps({**json.loads(head.read_text()), "format": 99}))
     with pytest.raises(CheckpointCorrupt, match="format 99"):
         load(path_of(tmp_path, 30))
+    save(tmp_path, 40, tensors(1.0), '{"format": 1}')
+    assert [(i.commit, "KeyError: 'commit'" in i.damage) for i in checkpoints_in(tmp_path)] == [
+        (None, False),
+        (None, True),
+    ]
 
 
-def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
-    assert newest_good(tmp_path / "absent") == checkpoint.Search(found=None, bad=())
+def test_an_empty_folder_has_no_checkpoint_and_a_file_is_none(tmp_path: Path) -> None:
+    assert checkpoints_in(tmp_path / "absent") == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointCorrupt, match="file: Not a directory"):
+        checkpoints_in(tmp_path / "file")
 
 
 def test_a_kill_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,30 +134,64 @@ def test_a_kill_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: p
     class Died(BaseException):
         pass
 
-    save(tmp_path, 10, tensors(1.0), META, keep=3)
-    effects = ["_write_synced", "_sync_folder", "_replace_folder"]
+    save(tmp_path, 10, tensors(1.0), META)
+    effects = ["_write_tensors", "_synced", "_sync_folder", "_replace_folder"]
     calls = 0
 
     def dying(real: object, at: int) -> object:
-        def effect(*args: object) -> None:
+        def effect(*args: object) -> object:
             nonlocal calls
             calls += 1
             if calls == at:
                 raise Died
-            real(*args)  # type: ignore[operator]
+            return real(*args)  # type: ignore[operator]
 
         return effect
 
-    num_effects = 6  # three files, the folder, the rename, the folder above
+    num_effects = 7  # the tensors, three files synced, the folder, the rename, the folder above
     for at in range(1, num_effects + 1):
         calls = 0
         with monkeypatch.context() as patch:
             for name in effects:
                 patch.setattr(checkpoint, name, dying(getattr(checkpoint, name), at))
             with pytest.raises(Died):
-                save(tmp_path, 20, tensors(2.0), META, keep=3)
-        search = newest_good(tmp_path)
-        assert search.found is not None
-        assert search.bad == ()
-        assert search.found.step == (10 if at < num_effects else 20)
+                save(tmp_path, 20, tensors(2.0), META)
+        found = checkpoints_in(tmp_path)
+        assert [load(Path(info.path)).step for info in found] == ([10] if at < num_effects else [10, 20])
     assert calls == num_effects
+
+
+WITHOUT_COPIES = """
+import resource, sys
+from pathlib import Path
+import torch
+from rolecall.rl_runtime.trainer import checkpoint
+from tests.rl_runtime.trainer.test_checkpoint import META
+
+def anonymous():
+    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(rows[name].split()[0]) << 10 for name in ("RssAnon", "VmData")}
+
+MIB, folder = 1 << 20, Path(sys.argv[1])
+checkpoint.load(checkpoint.save(folder, 1, {"a": torch.zeros(3)}, META))  # whatever is made once
+tensors = {f"weight/{n}": torch.full((6 * MIB,), float(n)) for n in range(4)}  # 96 MiB
+limit = anonymous()["VmData"] + 32 * MIB
+before = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+path = checkpoint.save(folder, 2, tensors, META)
+resource.setrlimit(resource.RLIMIT_DATA, before)
+del tensors
+before = anonymous()["RssAnon"]
+found = checkpoint.load(path)
+mine = found.tensors["weight/3"].chunk(2)[1].clone()  # as one of two ranks takes its part
+assert float(mine.sum()) == 3.0 * 3 * MIB
+more = anonymous()["RssAnon"] - before
+assert more < 32 * MIB, f"{more / MIB:.0f} MiB"
+"""
+
+
+def test_no_copy_of_the_state_is_held_while_it_is_written_and_read(tmp_path: Path) -> None:
+    """With 96 MiB of tensors, in a process that may have 32 MiB more."""
+    argv = [sys.executable, "-c", WITHOUT_COPIES, str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import ReplicaId
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.checkpoint import save
@@ -59,7 +63,7 @@ def made_run(tmp_path: Path, **changes: Any) -> RunDir:
             for master in state.policy.masters:
                 master.add_(step / 100)
         state.policy.masters_changed()
-        save(made.checkpoints, step, *state.export(), keep=3)
+        save(made.checkpoints, step, *state.export())
     return made
 
 
@@ -72,7 +76,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 def test_the_folder_has_the_newest_weights_and_the_tokenizer(run: RunDir, tmp_path: Path) -> None:
     done = export_model(run, tmp_path / "out")
-    assert (done.step, done.dtype, done.damaged) == (7, "float32", ())
+    assert (done.step, done.dtype, done.passed_over) == (7, "float32", ())
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "given"), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -86,7 +90,7 @@ def test_half_precision_and_a_damaged_newest_checkpoint(run: RunDir, tmp_path: P
     newest = max(run.checkpoints.iterdir()) / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
     done = export_model(run, tmp_path / "out", "bfloat16")
-    assert done.step == 3 and done.num_parameters > 0 and "state.safetensors" in done.damaged[0]
+    assert done.step == 3 and done.num_parameters > 0 and "state.safetensors" in done.passed_over[0]
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
     assert model.dtype is torch.bfloat16
 
@@ -134,7 +138,7 @@ def test_without_a_checkpoint_or_a_place_nothing_is_left(run: RunDir, tmp_path: 
         export_model(run, tmp_path / "given" / "config.json" / "out", "float32")
     for folder in run.checkpoints.iterdir():
         (folder / "meta.json").unlink()
-    with pytest.raises(ConfigError, match="run mine has no checkpoint to export; damaged: "):
+    with pytest.raises(ConfigError, match="run mine has no checkpoint to export; passed over: "):
         export_model(run, tmp_path / "out", "float32")
     assert not list(tmp_path.glob("*out*"))
 
@@ -162,3 +166,25 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     for _ in range(NUM_NEW):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def test_a_checkpoint_of_a_step_that_was_undone_is_passed_over(tmp_path: Path) -> None:
+    run = made_run(tmp_path)
+    with closing(Journal(run.database_url)) as journal:
+        ledger = Ledger(journal.store)
+        ledger.write([LedgerLine(group_id=GroupId(g), state=GroupState.ISSUED) for g in ("g3", "g7")])
+        job = parse_job(run.read()["config"])
+        for step in (3, 7):
+            group = GroupId(f"g{step}")
+            head = ledger.write([LedgerLine(group_id=group, state=GroupState.ASSIGNED, step=step)])
+            tensors, meta = first_state(job, vocabulary(job.model, None), replica=ReplicaId("trainer/0")).export()
+            stored = json.loads(meta)
+            stored["commit"] |= {"step": step, "group_ids": [group], "ledger": asdict(head)}
+            save(run.checkpoints, step, tensors, json.dumps(stored))
+            ledger.write([LedgerLine(group_id=group, state=GroupState.TRAINED, step=step)])
+    assert export_model(run, tmp_path / "7").step == 7
+    with closing(Journal(run.database_url)) as journal:
+        Ledger(journal.store).undo_after(3, "back to step 3")
+    done = export_model(run, tmp_path / "3")
+    assert done.step == 3
+    assert [Path(reason.partition(":")[0]).name for reason in done.passed_over] == ["step-00000007"]

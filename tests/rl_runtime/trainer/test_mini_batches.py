@@ -309,7 +309,7 @@ def test_readers_see_the_state_before_the_step_until_it_is_committed(name: str, 
         assert all(torch.equal(t, tensors[n]) for n, t in found.items())
     # What was read in the middle of the step is a checkpoint, and a replacement's state: the step goes on from it.
     middle = seen[len(seen) // 2][0]
-    stored = checkpoint.load(checkpoint.save(tmp_path, VERSION - 1, *middle, keep=1))
+    stored = checkpoint.load(checkpoint.save(tmp_path, VERSION - 1, *middle))
     heir = team_of(job, 1)
     heir.members[0].load_state(stored.tensors, stored.meta)
     heir.step()

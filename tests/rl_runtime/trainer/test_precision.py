@@ -99,7 +99,7 @@ def test_trainers_stay_identical_and_their_state_can_be_copied(
     tensors, meta = one.state.export()
     assert same(tensors, other.state.export()[0])
     assert {t.dtype for t in tensors.values()} == {torch.float32}
-    found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta, keep=1))
+    found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta))
     heir = trainer_of(job, 2, has_state=False)
     heir.load_state(found.tensors, found.meta)
     assert entries_of(sent(heir)) == entries_of(sent(one))

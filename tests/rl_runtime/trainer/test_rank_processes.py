@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CheckpointUnwritable, PeerLost
+from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, PeerLost
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.rank_processes import RANK_EXIT
 from rolecall.rl_runtime.trainer import checkpoint
@@ -53,7 +53,7 @@ def stepped(epoch: int, step: int, *members: MultiRankProcess) -> list[Any]:
 
 def saved(process: MultiRankProcess, folder: Path) -> checkpoint.Checkpoint:
     step = process.ask("take_snapshot")
-    return checkpoint.load(Path(process.ask("write_checkpoint", str(folder / "checkpoints"), 1, step)))
+    return checkpoint.load(Path(process.ask("write_checkpoint", str(folder / "checkpoints"), step).path))
 
 
 def assert_close(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> None:
@@ -124,8 +124,9 @@ def test_a_checkpoint_resumes_with_any_number_of_ranks_and_replicas(
         resumed = [start(index, number, incarnation=2) for index, number in enumerate(ranks)]
         for reader in resumed:
             reader.answer()
-        loaded = resumed[0].ask("load_checkpoint", str(tmp_path / "checkpoints"))
-        assert loaded.path == str(before.path) and not loaded.refused
+        [stored] = resumed[0].ask("list_checkpoints", str(tmp_path / "checkpoints"))
+        assert stored.path == str(before.path) and stored.commit.step == 0
+        resumed[0].ask("load_checkpoint", stored.path)
         for reader in resumed[1:]:
             reader.ask("copy_from", resumed[0].ask("info").holder)
         join(1, *resumed)
@@ -145,4 +146,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_no_rank(start: Start, tmp_path
     blocked.write_text("")
     with pytest.raises(CheckpointUnwritable):
         saved(trainer, blocked)
+    assert stepped(1, 0, trainer)[0].commit.step == 0
+
+
+def test_a_checkpoint_that_cannot_be_read_ends_no_rank(start: Start, tmp_path: Path) -> None:
+    trainer = start(0)
+    trainer.answer()
+    join(1, trainer)
+    path = saved(trainer, tmp_path).path
+    (path / "state.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointCorrupt, match=r"rank 0: .*state\.safetensors: 0 bytes"):
+        trainer.ask("load_checkpoint", str(path))
     assert stepped(1, 0, trainer)[0].commit.step == 0

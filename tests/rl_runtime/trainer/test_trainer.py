@@ -158,7 +158,7 @@ def test_state_survives_a_checkpoint_bit_by_bit(trainer: Spied, tmp_path: Path) 
     take_step(trainer, 1)
     tensors, meta = trainer.state.export()
     assert parse_meta(meta) == (2, trainer.state.commit, trainer.state.band) and trainer.state.band.learned
-    found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta, keep=1))
+    found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta))
     heir = Spied(replica=NAME, incarnation=2, job=JOB, has_state=False)
     assert not heir.info(HOLDER).has_state
     heir.load_state(found.tensors, found.meta)

@@ -166,13 +166,12 @@ import resource, sys
 from pathlib import Path
 import torch
 from rolecall.rl_runtime.trainer import checkpoint
-from tests.rl_runtime.trainer.test_checkpoint import META
 
 def anonymous():
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(rows[name].split()[0]) << 10 for name in ("RssAnon", "VmData")}
 
-MIB, folder = 1 << 20, Path(sys.argv[1])
+MIB, folder, META = 1 << 20, Path(sys.argv[1]), sys.argv[2]
 checkpoint.load(checkpoint.save(folder, 1, {"a": torch.zeros(3)}, META))  # whatever is made once
 tensors = {f"weight/{n}": torch.full((6 * MIB,), float(n)) for n in range(4)}  # 96 MiB
 limit = anonymous()["VmData"] + 32 * MIB
@@ -192,6 +191,6 @@ assert more < 32 * MIB, f"{more / MIB:.0f} MiB"
 
 def test_no_copy_of_the_state_is_held_while_it_is_written_and_read(tmp_path: Path) -> None:
     """With 96 MiB of tensors, in a process that may have 32 MiB more."""
-    argv = [sys.executable, "-c", WITHOUT_COPIES, str(tmp_path)]
+    argv = [sys.executable, "-c", WITHOUT_COPIES, str(tmp_path), META]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -279,6 +279,9 @@ class Controller:
                         self.state.published = self.state.publish_failed = False
                     case LoopAction.PUBLISH:
                         await self._publish()
+                    case LoopAction.CHECKPOINT:
+                        self.state.step_ended = False
+                        await self.checkpoints.after_step(self.state.step - 1)
                     case LoopAction.TRAIN:
                         await self._train()
                     case LoopAction.FORM:
@@ -311,7 +314,7 @@ class Controller:
         await self._publish()
         self.batches.issue()
         self.evaluation.turn()
-        await self.checkpoints.after_step(self.state.step - 1)
+        self.state.step_ended = True
 
     async def _begin(self) -> None:
         """Takes over from an earlier controller, if any, including its unfinished step."""
@@ -442,14 +445,15 @@ class Controller:
         self.rollouts.wake_all()
 
     async def _recover(self, because: str) -> None:
-        """Continues from the newest checkpoint, reopens groups trained after it, and keeps a valid plan."""
+        """Continues from the newest state left, reopens groups trained after it, and keeps a valid plan."""
         await self.checkpoints.before_return()
         loaded = await self.trainers.recover()
         step, plan = self.trainers.committed_step, self.state.plan
+        self.state.step_ended = False
         interrupted = StepInterrupted(
             step=step + 1,
             epoch=self.trainers.epoch,
-            because=f"{because}; state taken from {loaded.path or 'the beginning'}",
+            because=f"{because}; state taken from {loaded.source}",
             lost=(),
             refused_checkpoints=tuple(loaded.refused),
         )

@@ -82,6 +82,8 @@ class LoopState:
     """The rollouts were offered the newest policy version."""
     publish_failed: bool = False
     """The last attempt found no trainer that could name the holders of the newest version."""
+    step_ended: bool = False
+    """No checkpoint has been considered since the last step."""
     evaluating: bool = False
     """The newest policy version, if it is the last one, is still to be evaluated."""
     full_since: float | None = None
@@ -98,6 +100,7 @@ class LoopAction(StrEnum):
     FINISH = "finish"
     REGROUP = "regroup"  # trainers left or are ready to join: form a new epoch
     PUBLISH = "publish"  # offer the newest policy version to the rollouts
+    CHECKPOINT = "checkpoint"  # copy the state if a checkpoint is due
     TRAIN = "train"  # run the planned step
     FORM = "form"  # choose the groups of the next step
     EVALUATE = "evaluate"  # wait for the evaluation of the last policy version
@@ -130,6 +133,9 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
         return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
     if trainers.lost or trainers.joining:
         return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
+    # Trainers that join first survive the loss of the others, whose state a due checkpoint would have been.
+    if loop.step_ended:
+        return LoopDecision(action=LoopAction.CHECKPOINT, because=f"step {loop.step - 1} has ended")
     # A planned step needs no rollouts. If no trainer answers, the attempt to train identifies the lost ones.
     if not loop.published and not (loop.publish_failed and loop.plan is not None):
         return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")

@@ -1,8 +1,8 @@
 """The trainers of a run: their epochs and optimizer steps.
 
 A loss is recorded and fenced at once; the process group follows at the next regroup. A trainer that joins copies a
-member's state between two steps; if no trainer has the newest state, the newest checkpoint of the run's history is
-loaded. All members run a step together. When one is lost, hangs or fails, the survivors report their commits (the
+member's state between two steps; if no trainer has the newest state, the run goes on from the newest one left in its
+history: another trainer's, or a checkpoint. All members run a step together. When one is lost, hangs or fails, the survivors report their commits (the
 commit record is authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept.
 `step_plan.py` decides.
 """
@@ -93,7 +93,7 @@ class StateNotLoaded(RolecallError):
 class LoadedState:
     """Where a run goes on. `refused`: newer checkpoints, each with the reason."""
 
-    path: str  # of a checkpoint; empty: the run's initial state
+    source: str  # a checkpoint's path, a trainer, or the beginning
     refused: tuple[str, ...]
 
 
@@ -331,9 +331,10 @@ class TrainerGroup:
         return True
 
     async def recover(self) -> LoadedState:
-        """No trainer has the newest state: the first ready one loads the newest good checkpoint of the run's history.
+        """No trainer has the newest state: the run goes on from the newest one left in its history, a trainer's that was
+        not in the epoch, or the newest good checkpoint.
 
-        `committed_step` is then that checkpoint's; later training must be undone.
+        `committed_step` is then that state's; later training must be undone.
 
         Raises:
             DeadlineExceeded: no trainer arrived.
@@ -346,11 +347,16 @@ class TrainerGroup:
         failure = ""
         for _ in range(LOADS_MAX):
             await self._wait_for_candidates(1)
-            member, port = next(iter(sorted(self._candidates.items(), key=lambda c: c[0])))
+            infos = await self._infos(self._candidates)
+            if not infos:
+                continue
+            member = min(infos, key=lambda m: (-self._step_of(infos[m]), m))
+            port = self._candidates[member]
             try:
-                loaded = await self._load_newest(port)
+                loaded = await self._load_newest(member, port, self._step_of(infos[member]))
                 self.committed_step = (await port.commit_record()).step
-                await self.regroup(f"state taken from {loaded.path or 'the beginning'}", with_candidates=True)
+                await self.regroup(f"state taken from {loaded.source}", with_candidates=True)
+                await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
                 return loaded
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
@@ -362,19 +368,33 @@ class TrainerGroup:
                 failure = str(e)
         raise StateNotLoaded(f"no trainer could take a state in {LOADS_MAX} attempts, last: {failure}")
 
-    async def _load_newest(self, port: TrainerPort) -> LoadedState:
-        """Lets one trainer load; this controller tells it which checkpoint, so that all of its ranks load the same."""
+    def _step_of(self, info: TrainerInfo) -> int:
+        """Step of a trainer's state; -1: it has none of the run's history, or that of the beginning."""
+        return info.commit.step if info.has_state and self._recorder.in_history(info.commit) else -1
+
+    async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> LoadedState:
+        """Lets one trainer load, unless its own state is as new; this controller tells it which checkpoint, so that all
+        of its ranks load the same."""
         choice = choose(await port.list_checkpoints(self._folder), self._recorder.in_history)
         refused = list(choice.refused)
-        for path in (*(info.path for info in choice.usable), ""):
+        for info in choice.usable:
+            if info.step <= own_step:
+                break
             try:
-                await port.load_checkpoint(path)
-                return LoadedState(path=path, refused=tuple(refused))
+                await self._load(port, info.path)
+                return LoadedState(source=info.path, refused=tuple(refused))
             except CheckpointCorrupt as e:
                 refused.append(str(e))
-            except ProofMismatch as e:
-                raise StateNotLoaded(f"{path or 'the initial state'} does not fit this job: {e}") from e
-        raise AssertionError("the initial state is no file")
+        if own_step < 0:
+            await self._load(port, "")
+            return LoadedState(source="the beginning", refused=tuple(refused))
+        return LoadedState(source=f"{member[0]}#{member[1]}, step {own_step}", refused=tuple(refused))
+
+    async def _load(self, port: TrainerPort, path: str) -> None:
+        try:
+            await port.load_checkpoint(path)
+        except ProofMismatch as e:
+            raise StateNotLoaded(f"{path or 'the initial state'} does not fit this job: {e}") from e
 
     async def run_step(self, plan: StepPlan) -> CommittedStep:
         """Repeats the step until it is committed.

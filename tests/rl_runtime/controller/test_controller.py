@@ -156,6 +156,27 @@ def test_without_any_trainer_left_the_newest_checkpoint_is_taken_and_later_group
     assert len(steps) > len(set(steps)) == 40, "no step was made again from the checkpoint"
 
 
+def test_a_trainer_that_was_not_in_the_epoch_has_the_newest_state_left(tmp_path: Path) -> None:
+    """One member has left for the rest of the step, and the only other one commits it and dies."""
+
+    async def script(w: World) -> None:
+        await at_step(w, 8)
+        w.fleet.unusual = lambda replica, _microbatch: replica == "trainer/1"
+        loop = w.controllers[-1]
+        while not any("UnusualMicrobatches" in e["because"] for e in w.events(EventKind.STEP_INTERRUPTED)):
+            await asyncio.sleep(0.001)
+        w.fleet.unusual = lambda _replica, _microbatch: False
+        step = loop.state.step
+        while loop.state.step == step:
+            await asyncio.sleep(0.001)
+        w.fleet.kill("trainer/0")
+
+    w = world(tmp_path, 0, {**LONG, "checkpoint__every_steps": 100}, script=script).run()
+    assert w.check().groups_undone == 8, "those of one step"
+    [back] = [e for e in w.events(EventKind.STEP_INTERRUPTED) if "state taken from" in e["because"]]
+    assert f"state taken from trainer/1#1, step {back['step'] - 1}" in back["because"]
+
+
 def test_without_any_checkpoint_the_run_restarts(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 3)

@@ -133,12 +133,12 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
         return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
     if trainers.lost or trainers.joining:
         return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
-    # Trainers that join first survive the loss of the others, whose state a due checkpoint would have been.
-    if loop.step_ended:
-        return LoopDecision(action=LoopAction.CHECKPOINT, because=f"step {loop.step - 1} has ended")
     # A planned step needs no rollouts. If no trainer answers, the attempt to train identifies the lost ones.
     if not loop.published and not (loop.publish_failed and loop.plan is not None):
         return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")
+    # After a regroup: if the trainer that copies its state is lost now, one that has just joined has it, too.
+    if loop.step_ended:
+        return LoopDecision(action=LoopAction.CHECKPOINT, because=f"step {loop.step - 1} has ended")
     if loop.plan is not None:
         return LoopDecision(action=LoopAction.TRAIN, because=f"step {loop.plan.step} is assigned and not committed")
     if not loop.wants_more:

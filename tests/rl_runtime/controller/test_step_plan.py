@@ -68,7 +68,6 @@ S = ReplicaState
         ({"published": False, "publish_failed": True, "plan": PLAN}, TrainerChanges(), LoopAction.TRAIN, "step 3"),
         ({"step_ended": True}, TrainerChanges(), LoopAction.CHECKPOINT, "step 2 has ended"),
         ({"step_ended": True, "plan": PLAN}, TrainerChanges(), LoopAction.CHECKPOINT, "step 2 has ended"),
-        # A trainer that joins has the state, too, if the one that copies it for a checkpoint is lost.
         ({"step_ended": True}, TrainerChanges(joining=[T1]), LoopAction.REGROUP, "trainer/1#1 joins"),
         ({"step_ended": True, "published": False}, TrainerChanges(), LoopAction.PUBLISH, "version 3"),
         ({"step": 8, "step_ended": True}, TrainerChanges(), LoopAction.FINISH, "8 steps"),

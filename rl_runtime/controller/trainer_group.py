@@ -91,7 +91,7 @@ class StateNotLoaded(RolecallError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedState:
-    """Where a run goes on. `refused`: newer checkpoints, each with the reason."""
+    """Where a run goes on. `refused`: checkpoints that cannot be used, each with the reason."""
 
     source: str  # a checkpoint's path, a trainer, or the beginning
     refused: tuple[str, ...]

@@ -328,7 +328,7 @@ class StepInterrupted(Payload):
     because: Annotated[str, "errors of the replicas that failed first"]
     lost: Annotated[tuple[str, ...], "trainers that are lost"]
     attempt: Annotated[int, "number of the attempt, from 1; 0 when all trainers were lost"] = 0
-    refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be loaded when all were lost"] = ()
+    refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be used, with reasons"] = ()
 
 
 @_event(K.MICROBATCH_RECOMPUTED, CONTROLLER)

@@ -187,7 +187,6 @@ class WorkObservation:
     load: float
     censored: bool
     starved_share: float  # of its busy time
-    waited_share: float = 0.0  # of its time in units: waited for the other ranks of its replica
 
 
 def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None) -> WorkObservation | None:
@@ -215,6 +214,7 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
     if not enough and seconds < STRIDE_SECONDS_MAX:
         return None
     meter.start, meter.censored_at = sample, sample.at
+    meter.waited_share = _waited_share(start, sample)
     return _closed(start, sample) if enough else None
 
 
@@ -225,6 +225,13 @@ THROTTLED_READ_SECONDS = 2.5
 """Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""
 
 
+def _waited_share(start: ProcessSample, sample: ProcessSample) -> float:
+    """Of the time in units, what it waited for the other ranks of its replica."""
+    waited = sample.exchange_seconds - start.exchange_seconds
+    inside = waited + sample.busy_seconds - start.busy_seconds
+    return waited / inside if inside > 0 else 0.0
+
+
 def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | None:
     busy = sample.busy_seconds - start.busy_seconds
     starved = starved_seconds(start, sample)
@@ -232,9 +239,8 @@ def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | No
         return None
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens
-    waited = sample.exchange_seconds - start.exchange_seconds
     load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
-    return WorkObservation((busy - starved) / units, load, False, starved / busy, waited / (waited + busy))
+    return WorkObservation((busy - starved) / units, load, False, starved / busy)
 
 
 def _censored(
@@ -334,7 +340,6 @@ def _observe(
         return
     meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
     meter.seconds_per_unit = work.seconds_per_unit
-    meter.waited_share = work.waited_share
     meter.residual = log_seconds - habit
     meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_wall else 1.0)
     meter.residual_wall = now

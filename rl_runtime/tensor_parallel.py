@@ -6,7 +6,7 @@ All other parameters are replicated, and all ranks compute the same with them.
 
 The plan of an architecture names its layers and how each is shared, in the words of `transformers`
 (`base_model_tp_plan`). Unlike in torch's `parallelize_module`, parameters stay plain tensors: FSDP2 cuts them by rows
-as usual, nothing is sent when a replica starts, and each wait for other ranks is counted.
+as usual, nothing is sent when a replica starts, and each wait for other ranks is counted and timed.
 """
 
 import re
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rolecall.agent.reporter import reporter
 from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.exchanges import exchange
 
 SETTING: Final = "runtime.trainer_tensor_ranks"
 
@@ -126,6 +126,6 @@ def _sum(x: Tensor, group: Any) -> Tensor:
     import torch.distributed as dist
 
     out = x.clone(memory_format=torch.contiguous_format)
-    reporter.exchange()
-    dist.all_reduce(out, group=group)
+    with exchange():
+        dist.all_reduce(out, group=group)
     return out

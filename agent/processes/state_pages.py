@@ -64,6 +64,7 @@ class PageState:
     collectives_done: int
     exchanges: int
     busy_seconds: float
+    exchange_seconds: float
     work_units: int
     tokens: int
     requests_active: int

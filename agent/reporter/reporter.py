@@ -399,8 +399,9 @@ class step:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
 
-def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> None:
-    """`units` of work took `busy_seconds` and gave `tokens` tokens. The caller becomes the working thread."""
+def progress(units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0, tokens: int = 0) -> None:
+    """`units` of work took `busy_seconds`, beside `exchange_seconds` of waiting for the other ranks of the replica, and
+    gave `tokens` tokens. The caller becomes the working thread."""
     with _page as page:
         integers, floats = page.q, page.d
         ident = threading.get_ident()
@@ -411,6 +412,7 @@ def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> N
         floats[at.W_PROGRESS_AT] = monotonic()
         if busy_seconds > 0.0:
             floats[at.W_BUSY_SECONDS] += busy_seconds
+            floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
             integers[at.W_WORK_UNITS] += units
         if tokens:
             integers[at.W_TOKENS] += tokens

@@ -20,7 +20,7 @@ from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
 from rolecall.detector.live.history import ObservationHistory, decode, encode
-from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess, phase_text
+from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
@@ -101,13 +101,19 @@ class LiveDetector:
         self._standing = {d.key: d for d in diagnoses}
         # Learning is suspended for processes with a finding, and for waiting ones while a fault stalls others.
         suspects = [s for f in others for s in f.suspects if s.replica]
-        quiet = {
-            (s.replica, s.rank, s.incarnation) for s in suspects if s.rank is not None and s.incarnation is not None
-        }
+        quiet = {key for s in suspects for key in self._held_up(s)}
         if any(map(stalls_others, others)):
             quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
         self._fleet.quiet = quiet
         return diagnoses
+
+    def _held_up(self, suspect: Suspect) -> Iterator[Key]:
+        """Its process, and those that compute with it; all of its replica if it names no rank."""
+        for s in self._fleet.roster.of_replica(suspect.replica).values():
+            if s.incarnation == suspect.incarnation:
+                together = s.sample is not None and s.sample.exchanges
+                if together or suspect.rank in (None, s.rank):
+                    yield s.key
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Marks older incarnations of `replica` as being replaced: their exits from now on are intended.

@@ -211,6 +211,7 @@ class SlowMeter:
     ratio_log: float = 0.0  # mean log ratio since `rising_since`
     seconds_per_unit: float = 0.0
     expected_seconds_per_unit: float = 0.0
+    waited_share: float = 0.0  # of its time in units, in the newest stride: for other ranks of its replica
     load: float = 0.0
     peers: int = 0
     alarmed: bool = False

@@ -26,6 +26,7 @@ import torch
 from rolecall.core.config.data import SamplingConfig
 from rolecall.core.config.job import DeviceName
 from rolecall.core.errors import ConfigError, DeadlineExceeded, RolecallError
+from rolecall.rl_runtime.exchanges import exchanging
 from rolecall.rl_runtime.model_folder import read_config, rows_of
 from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage, keep_storage_readable
 from rolecall.rl_runtime.weights.proof import CANARY
@@ -57,6 +58,8 @@ CANARY_ID: Final = "rolecall-canary"
 CANARY_STEPS_MAX: Final = 64
 """Engine steps that the canary may take. It takes one; more mean that it gets no cache blocks."""
 BATCHED_TOKENS_MIN: Final = 2048
+COLLECTIVES: Final = ("all_reduce", "all_gather", "gather")
+"""Of a tensor-parallel group, in a step."""
 
 
 class EngineBroken(RolecallError):
@@ -183,6 +186,8 @@ class VllmEngine:
         except (OSError, ValueError, RuntimeError) as e:
             raise EngineBroken(f"engine of {settings.model_dir} does not start: {e}") from e
         self._in_flight: set[str] = set()
+        if settings.num_ranks > 1 and settings.device == "cpu":
+            _time_exchanges()
         self._rpc("rolecall_prepare")
         gc.freeze()
 
@@ -281,6 +286,16 @@ class VllmEngine:
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return cast(list[Any], self._llm.collective_rpc(method, args=args))
+
+
+def _time_exchanges() -> None:
+    """Makes the collectives of this rank's tensor-parallel group exchanges. Not on GPUs, where they are kernels and may
+    be part of a graph."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    communicator = get_tp_group().device_communicator
+    for name in COLLECTIVES:
+        setattr(communicator, name, exchanging(getattr(communicator, name)))
 
 
 def _prompt(tokens: Sequence[int]) -> Any:

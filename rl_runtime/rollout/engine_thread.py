@@ -18,6 +18,7 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock
 from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.exchanges import UnitOfWork
 from rolecall.rl_runtime.rollout.engine import EngineBroken, NewTokens, VllmEngine
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class EngineThread:
 
     Args:
         make: creates the engine; called in the thread.
-        on_tokens: receives a step's output, in the thread; returns the number of tokens.
+        on_tokens: receives a step's output, in the thread; returns this rank's share of its tokens.
         on_step: called before every step, in the thread, for fault injection; a returned number scales the step's
             log-probabilities.
         on_failure: called in the thread, once, when the engine broke.
@@ -168,13 +169,12 @@ class EngineThread:
 
     def _step(self, engine: VllmEngine) -> None:
         self._enter(Phase.GENERATE)
-        begun = self._clock.monotonic()
+        unit = UnitOfWork(self._clock)
         factor = self._on_step() if self._on_step is not None else None
         made = engine.step()
         if factor is not None:
             made = [replace(m, logprobs=tuple(factor * (1.0 - logprob) for logprob in m.logprobs)) for m in made]
-        num_tokens = self._on_tokens(made)
-        reporter.progress(busy_seconds=self._clock.monotonic() - begun, tokens=num_tokens)
+        unit.done(self._on_tokens(made))
         reporter.update(requests_active=engine.num_in_flight)
 
     def _rest(self) -> None:

@@ -19,6 +19,7 @@ from safetensors.torch import save as bytes_of
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import SystemClock
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.exchanges import UnitOfWork, share
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.processes import ray_dir
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
@@ -93,11 +94,11 @@ def further_rank(start: RankStart, next_call: Next, answer: Callable[[Any], None
         match name:
             case "step":
                 with reporter.phase(Phase.GENERATE):
-                    begun = clock.monotonic()
+                    unit = UnitOfWork(clock)
                     injection.factor(faults.ENGINE_STEP)
                     reporter.exchange()
-                    engine.step()
-                    reporter.progress(busy_seconds=clock.monotonic() - begun)
+                    num_tokens = sum(len(new.tokens) for new in engine.step())
+                    unit.done(share(num_tokens, start.rank, start.size))
             case "add":
                 request_id, tokens, num_new_max, seed, temperature = args
                 try:

@@ -24,6 +24,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.exchanges import share
 from rolecall.rl_runtime.protocol.messages import (
     GenerationRequest,
     Holder,
@@ -101,7 +102,7 @@ class RolloutReplica:
         self.server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
             lambda: make_engine(settings),
-            lambda made: self._buffer.record(made, self.policy_version),
+            lambda made: share(self._buffer.record(made, self.policy_version), 0, settings.num_ranks),
             clock=self._clock,
             on_step=on_step,
             on_failure=on_failure,

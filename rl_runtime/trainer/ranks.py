@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rolecall.agent.reporter import reporter
 from rolecall.core.config.job import DeviceName
 from rolecall.rl_runtime.device import BACKENDS
+from rolecall.rl_runtime.exchanges import exchange
 from rolecall.rl_runtime.tensor_parallel import Style, share_layers
 
 GROUP_NAME: Final = "ranks"
@@ -91,9 +91,9 @@ class Ranks:
             return [value]
         import torch.distributed as dist
 
-        reporter.exchange()
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, json.dumps(value))
+        with exchange():
+            dist.all_gather_object(found, json.dumps(value))
         return [json.loads(text) for text in found]
 
     def agree(self, failure: str = "") -> str:
@@ -109,8 +109,8 @@ class Ranks:
         if self._num(over) > 1:
             import torch.distributed as dist
 
-            reporter.exchange()
-            dist.all_reduce(tensor, group=self._mesh.get_group(over))
+            with exchange():
+                dist.all_reduce(tensor, group=self._mesh.get_group(over))
         return tensor
 
     def shard(self, module: Any, dtype: torch.dtype | None = None, exact: Sequence[nn.Module] = ()) -> dict[str, Style]:
@@ -136,6 +136,8 @@ class Ranks:
     def _shard_rows(self, module: nn.Module, dtype: torch.dtype | None, exact: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        from rolecall.rl_runtime.trainer.sharding_exchanges import GatherExchange, ScatterExchange
+
         lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
         inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
         layers = [layer for outer in lists if id(outer) not in inner for layer in outer]
@@ -147,7 +149,8 @@ class Ranks:
             sharded = fully_shard(part, mesh=self._mesh[SHARD], reshard_after_forward=True, mp_policy=policy)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-            part.register_forward_pre_hook(_count_exchange, prepend=True)  # before FSDP's, which waits
+            sharded.set_custom_all_gather(GatherExchange())
+            sharded.set_custom_reduce_scatter(ScatterExchange())
 
     def local(self, parameter: Any) -> Tensor:
         """This rank's part of a parameter of a sharded module, in the same memory."""
@@ -156,8 +159,6 @@ class Ranks:
 
     def gathered(self, parameter: Any, cut: int | None = None) -> Tensor:
         """As `whole`, of a parameter of a sharded module; all ranks call it."""
-        if self.size > 1:
-            reporter.exchange()
         return self.whole(self.local(parameter), parameter.shape, cut)
 
     def part(self, whole: Tensor, cut: int | None = None) -> Tensor:
@@ -183,9 +184,11 @@ class Ranks:
 
         size = torch.Size(shape)
         stride = tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
-        full: Tensor = DTensor.from_local(
+        part = DTensor.from_local(
             local.contiguous(), self._mesh[over], [Shard(cut)], run_check=False, shape=size, stride=stride
-        ).full_tensor()
+        )
+        with exchange():
+            full: Tensor = part.full_tensor()
         return full
 
     def _num(self, axis: str) -> int:
@@ -201,10 +204,6 @@ class Ranks:
 def _chunk(whole: Tensor, number: int, of: int, dim: int) -> Tensor:
     parts = whole.chunk(of, dim)
     return parts[number] if number < len(parts) else whole.narrow(dim, 0, 0)
-
-
-def _count_exchange(_module: nn.Module, _inputs: Any) -> None:
-    reporter.exchange()
 
 
 ALONE: Final = Ranks()

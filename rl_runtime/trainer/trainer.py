@@ -51,6 +51,7 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.batching import updates
+from rolecall.rl_runtime.exchanges import UnitOfWork, share
 from rolecall.rl_runtime.faults.process_side import BACKWARD, VOTE
 from rolecall.rl_runtime.protocol.messages import (
     CheckVerdict,
@@ -402,7 +403,7 @@ class TrainerReplica:
             for microbatch in self._missing(step, own, update):
                 name = microbatch.microbatch_id
                 factor = self._factor()
-                started = self._clock.monotonic()
+                unit = UnitOfWork(self._clock)
                 if algorithm.num_updates > 1 and name not in old:
                     old[name] = self._gradients.outputs(self.state, microbatch)
                 ask_again = is_first_pass and is_asked(name, all_ids, step)
@@ -412,8 +413,7 @@ class TrainerReplica:
                 if is_first_pass:
                     stats = replace(stats, unusual=self.state.band.outside(stats.numbers))
                 self._partial.add(microbatch, gradient, stats)
-                busy = self._clock.monotonic() - started
-                reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens if self.ranks.is_first else 0)
+                unit.done(share(stats.health.tokens, self.ranks.rank, self.ranks.size))
                 # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
                 reporter.update(loss=stats.numbers.loss)
         local = self._partial.taken({m.microbatch_id for m in own})

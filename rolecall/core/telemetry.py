@@ -65,10 +65,9 @@ class ProcessSample:
     beats: int = 0  # ticks of a Python side thread: grows while the interpreter can run bytecode
     collectives_entered: int = 0
     collectives_done: int = 0
-    exchanges: int = (
-        0  # begun with the other ranks of its replica; of two that stand still, the lower one is waited for
-    )
-    busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches)
+    exchanges: int = 0  # begun with other ranks of its replica; of two that stand still, the lower is waited for
+    busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches), without the next
+    exchange_seconds: float = 0.0  # waited in work units for the other ranks of its replica
     work_units: int = 0  # number of finished work units in busy_seconds
     tokens: int = 0
     requests_active: int = 0

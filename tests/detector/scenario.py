@@ -23,6 +23,7 @@ event = {kind = "exited", replica = "trainer/0", detail = {signal = "9"}}   # or
 between = [22.5, 25.0]
 fault_class = "hang"
 suspects = ["trainer/0"]
+ranks = [0]                          # optional: of the suspects that name one
 says = ["lock"]
 until = 28.0                         # optional: it no longer stands from then on
 """
@@ -55,6 +56,7 @@ RATES = {
     "throttled_seconds": 0.0,
     "collectives": 0.0,
     "exchanges": 0.0,
+    "exchange_seconds": 0.0,
     "policy_version": 0.0,
 }
 FIELDS = {"phase": "idle", "epoch": 1, "step": 0, "requests_active": 0, "proc_state": "S", "replica": "", "alive": True}
@@ -127,6 +129,7 @@ class Process:
             collectives_entered=collectives + int(c.get("collectives_entered", 0.0)),
             collectives_done=collectives,
             exchanges=int(c.get("exchanges", 0.0)),
+            exchange_seconds=c.get("exchange_seconds", 0.0),
             busy_seconds=c.get("busy_seconds", 0.0),
             work_units=int(c.get("work_units", 0.0)),
             tokens=int(c.get("tokens", 0.0)),

@@ -321,7 +321,15 @@ class RankedReplica:
     """A replica of several ranks, each a process; answers like one."""
 
     def __init__(
-        self, team: "Team", index: int, ranks: int, *, tensor: int = 1, float64: bool = False, **of_the_last: Any
+        self,
+        team: "Team",
+        index: int,
+        ranks: int,
+        *,
+        tensor: int = 1,
+        float64: bool = False,
+        node_dir: str = "",
+        **of_the_last: Any,
     ) -> None:
         self.replica, self._tensor = replica_id("trainer", index), tensor
         self._store = EpochStore(LOOPBACK, DEADLINE_SECONDS)
@@ -329,7 +337,9 @@ class RankedReplica:
         self.ranks = [
             team.start(
                 index,
-                place=Place(rank=rank, num_ranks=ranks, num_tensor=tensor, store=at, float64=float64),
+                place=Place(
+                    rank=rank, num_ranks=ranks, num_tensor=tensor, store=at, float64=float64, node_dir=node_dir
+                ),
                 **(of_the_last if rank == ranks - 1 else {}),
             )
             for rank in range(ranks)

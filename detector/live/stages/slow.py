@@ -13,12 +13,16 @@ the role's baseline at that load:
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
 the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`).
+
+Ranks of a replica that compute together finish each unit at the same time. Their busy seconds leave out what they wait
+for each other, so that only the slow one takes longer. Where such waits are not seen (rl_runtime/exchanges.py), all of
+them look slow, and the replica is named without a rank.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from rolecall.core.config.job import DetectorConfig
@@ -27,7 +31,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN
 from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
-from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding
+from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 PEER_AGE_SECONDS = 10.0
@@ -210,6 +214,7 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
     if not enough and seconds < STRIDE_SECONDS_MAX:
         return None
     meter.start, meter.censored_at = sample, sample.at
+    meter.waited_share = _waited_share(start, sample)
     return _closed(start, sample) if enough else None
 
 
@@ -218,6 +223,13 @@ SAMPLE_FRESH_SECONDS = 0.25
 
 THROTTLED_READ_SECONDS = 2.5
 """Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""
+
+
+def _waited_share(start: ProcessSample, sample: ProcessSample) -> float:
+    """Of the time in units, what it waited for the other ranks of its replica."""
+    waited = sample.exchange_seconds - start.exchange_seconds
+    inside = waited + sample.busy_seconds - start.busy_seconds
+    return waited / inside if inside > 0 else 0.0
 
 
 def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | None:
@@ -237,6 +249,8 @@ def _censored(
     """An unfinished unit that exceeds its expected time counts with its elapsed time."""
     if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
         return None
+    if sample.exchanges:
+        return None  # the unit may wait for another rank
     if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
         return None
     meter.censored_at = sample.at
@@ -430,7 +444,13 @@ class SlowStage(Stage):
         fleet, now = tick.fleet, tick.now
         update(self.state, fleet, tick.config, now)
         alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
-        return [_finding(self.state, s, tick.config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
+        found: dict[Key | str, Finding] = {}
+        for s in alarmed:
+            ranks = _computing_together(fleet, s)
+            fault = s.replica if len(ranks) > 1 else s.key
+            if fault not in found and not _may_be_of_a_majority(fleet, s, now):
+                found[fault] = _finding(self.state, s, ranks, tick.config, now)
+        return list(found.values())
 
 
 def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
@@ -444,7 +464,17 @@ def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, 
     return coming > 0 and 2 * slow > 1 + len(peers)
 
 
-def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
+def _computing_together(fleet: MonitoredProcesses, subject: MonitoredProcess) -> list[MonitoredProcess]:
+    """The ranks that finish each unit of work together with `subject`, itself included."""
+    if subject.sample is None or not subject.sample.exchanges:
+        return [subject]
+    return [s for s in fleet.roster.of_replica(subject.replica).values() if s.incarnation == subject.incarnation]
+
+
+def _finding(
+    state: SlowState, subject: MonitoredProcess, ranks: list[MonitoredProcess], config: DetectorConfig, now: float
+) -> Finding:
+    """`ranks`: see `_computing_together`. Where several of them look slow, their replica is named without a rank."""
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
     limit = _threshold(state, subject.role, config, sensitivity(config, meter.peers))
@@ -453,8 +483,15 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         if meter.peers
         else "its own history (no peer is at work)"
     )
+    slow = [s for s in ranks if s is subject or s.slow.cusum >= RISING_SUM]
+    waits = _waits(subject, [s for s in ranks if s is not subject]) if len(slow) == 1 else None
+    if len(slow) > 1:
+        who, it = f"{names(slow)} are slow, and which of them the others wait for is not seen", f"rank {subject.rank}"
+    else:
+        who, it = f"{subject.name()} is slow", "it"
     because = (
-        f"{subject.name()} is slow: for {now - meter.rising_since:.0f} s ({meter.rising_strides} strides) it has "
+        f"{who}: {f'{waits.text}; ' if waits else ''}for {now - meter.rising_since:.0f} s "
+        f"({meter.rising_strides} strides) {it} has "
         f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU; "
         f"its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
         f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {limit:.1f}, the threshold for "
@@ -468,7 +505,7 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         "strides": float(meter.rising_strides),
         "peers": float(meter.peers),
     }
-    return finding(
+    found = finding(
         "sequential",
         [subject],
         FaultClass.SLOW,
@@ -478,6 +515,29 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         because=because,
         evidence=(
             Evidence(kind="seconds_per_unit", text=f"{ratio:.1f} times slower", values=values),
+            *((waits,) if waits else ()),
             Evidence(kind=GAIN, text="gain of a replacement", values={"ratio": ratio}),
         ),
+    )
+    if len(slow) == 1:
+        return found
+    return replace(found, suspects=(replace(found.suspects[0], rank=None, process=None),))
+
+
+def _waits(subject: MonitoredProcess, others: list[MonitoredProcess]) -> Evidence | None:
+    """That the other ranks of a replica wait for `subject`; None where waits are not seen."""
+    own, shares = subject.slow.waited_share, [s.slow.waited_share for s in others]
+    if not shares or own >= min(shares):
+        return None
+    least, most = min(shares), max(shares)
+    low, high = f"{100 * least:.0f}", f"{100 * most:.0f}"
+    during = f"{low} %" if low == high else f"{low} to {high} %"
+    return Evidence(
+        kind="exchange",
+        text=f"its other ranks wait for it ({during} of each unit of work, it waits for {100 * own:.0f} %)",
+        values={
+            "waited_ratio": own,
+            "waited_ratio_of_others_min": min(shares),
+            "waited_ratio_of_others_max": max(shares),
+        },
     )

@@ -27,6 +27,8 @@ def test_scenario(path: Path) -> None:
         assert first <= at <= last, f"reported at {at:.1f} s\n{seen}"
         assert diagnosis.fault_class == want["fault_class"], seen
         assert [s.replica or s.node for s in diagnosis.suspects] == want["suspects"], seen
+        if "ranks" in want:
+            assert [s.rank for s in diagnosis.suspects if s.rank is not None] == want["ranks"], seen
         for words in want.get("says", []):
             assert words in diagnosis.because + diagnosis.settle, seen
         if "until" in want:

@@ -73,7 +73,9 @@ def test_one_wild_observation_hardly_moves_a_baseline() -> None:
     assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0, abs=0.01)
 
 
-def sampled(subject: MonitoredProcess, seconds: float, *, units: int, delay: float, throttled: float = 0.0) -> None:
+def sampled(
+    subject: MonitoredProcess, seconds: float, *, units: int, delay: float, throttled: float = 0.0, exchanges: int = 0
+) -> None:
     """A sample of a process that is always busy."""
     subject.sample = ProcessSample(
         process=ProcessId(node=NodeId("node-0"), pid=1, start_ticks=1),
@@ -86,6 +88,7 @@ def sampled(subject: MonitoredProcess, seconds: float, *, units: int, delay: flo
         alive=True,
         page_ok=True,
         phase=Phase.GENERATE,
+        exchanges=exchanges,
         busy_seconds=seconds,
         work_units=units,
         tokens=units * 20,
@@ -106,6 +109,19 @@ def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() ->
             taken.append(work.seconds_per_unit)
     assert len(taken) >= 10
     assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"
+
+
+@pytest.mark.parametrize(("exchanges", "counts"), [(0, True), (9, False)])
+def test_an_unfinished_unit_of_ranks_that_compute_together_is_no_observation(exchanges: int, counts: bool) -> None:
+    """Each of them may be the one that the others wait for."""
+    subject = MonitoredProcess("trainer/0", "trainer", 0, 1, "node-0", None, seen_wall=0.0)
+    sampled(subject, 1.0, units=5, delay=0.0, exchanges=exchanges)
+    assert slow.measure(subject, stride_seconds=1.0, gap_p99=0.3) is None
+    subject.slow.load, subject.slow.expected_seconds_per_unit = 20.0, 0.2
+    subject.stall.advance(9.0, 0.0, 0.0)
+    sampled(subject, 10.0, units=5, delay=0.0, exchanges=exchanges)
+    work = slow.measure(subject, stride_seconds=1.0, gap_p99=0.3)
+    assert (work is not None and work.censored) is counts
 
 
 @pytest.mark.parametrize(("starved", "named"), [(0.3, True), (0.7, False)])

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rolecall.agent.processes.state_pages import PageReader
+from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.config.job import ModelConfig
 from rolecall.core.errors import ProofMismatch
-from rolecall.core.ids import ReplicaId
+from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.processes import is_alive, recorded_processes
 from rolecall.rl_runtime.rank_processes import RANK_EXIT
@@ -89,6 +91,15 @@ class TestEngine:
         for name, chunk in made[0].items():
             assert made[1][name].tokens == chunk.tokens
             assert largest_difference(made[1][name].logprobs, stage.score(PROMPT, chunk.tokens)) < 1e-5
+
+    def test_a_rank_reports_what_it_waits_for_the_other(self, stage: Stage, two: Remote, run: RunDir) -> None:
+        stage.update(two, stage.publish())
+        names = [f"waits.{n}" for n in range(4)]
+        two.submit(1, [request(name, n) for n, name in enumerate(names)])
+        finished(two, *names)
+        page = PageReader(run.node_dir(NodeId("node-1")) / "pages" / page_name(*further_rank(run, "rollout/5"))).read()
+        assert page.work_units > 0 and page.busy_seconds > 0 and page.exchange_seconds > 0
+        assert page.exchanges > page.work_units and page.tokens > 0
 
     def test_other_weights_on_one_rank_are_seen(self, stage: Stage, two: Remote, tmp_path: Path) -> None:
         manifest = stage.publish()

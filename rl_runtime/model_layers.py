@@ -91,11 +91,12 @@ def target_layers(model: Any, settings: LoraSettings) -> list[str]:
 class AdaptedLayer:
     """One adapted layer of a network. `weight`: the merged one, which it computes with; never a trained parameter.
 
-    Of a sharded network, a rank merges its rows of the weight: the product of its rows of B and all of A.
+    Of a sharded network, a rank merges its rows of the weight: the product of its rows of B and all of A. Of tensor
+    ranks, each has the part of B or A that belongs to its part of the weight.
     """
 
     def __init__(self, layer: Any, local: Callable[[nn.Parameter], Tensor], whole: Callable[[Any], Tensor]) -> None:
-        """`local`: this rank's rows of a parameter, in the same memory; `whole`: those of all ranks, which all call."""
+        """`local`: this rank's rows of a parameter, in the same memory; `whole`: those of all shards; all call it."""
         self._layer, self._whole = layer, whole
         self.weight: nn.Parameter = layer.base_layer.weight
         self._rows, self._b = local(self.weight), local(layer.lora_B[ADAPTER].weight)
@@ -115,6 +116,11 @@ def adapted_layers(
     """Without adapters, an empty list. The weights of the module must be those of its model folder, in their dtype.
     `local`, `whole`: as in `AdaptedLayer`."""
     return [AdaptedLayer(layer, local, whole) for layer in module.modules() if hasattr(layer, "lora_A")]
+
+
+def plain_layer(layer: Any) -> Any:
+    """The layer of the model folder inside one that is adapted; any other layer itself."""
+    return layer.base_layer if hasattr(layer, "lora_A") else layer
 
 
 def is_adapter(name: str) -> bool:

@@ -7,6 +7,10 @@ All other parameters are replicated, and all ranks compute the same with them.
 The plan of an architecture names its layers and how each is shared, in the words of `transformers`
 (`base_model_tp_plan`). Unlike in torch's `parallelize_module`, parameters stay plain tensors: FSDP2 cuts them by rows
 as usual, nothing is sent when a replica starts, and each wait for other ranks is counted and timed.
+
+Adapters B A follow their layer. Of a column-wise one, B is shared like its weight and A is replicated; of a row-wise
+one, A is shared and B replicated. The replicated matrix gets the sum of the ranks' gradients. Adapters add no exchange,
+because their product counts as 0 in the forward pass (`model_layers.py`).
 """
 
 import re
@@ -21,6 +25,7 @@ from torch.nn import functional
 
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.exchanges import exchange
+from rolecall.rl_runtime.model_layers import plain_layer
 
 SETTING: Final = "runtime.trainer_tensor_ranks"
 
@@ -31,11 +36,16 @@ class Style(StrEnum):
     COLUMN = "colwise"
     ROW = "rowwise"
     SUMMED = "replicated_with_grad_allreduce"
-    """Every rank has it whole, and a gradient from its own heads only."""
+    """Every rank has it whole, and a gradient from its own heads, or units, only."""
 
 
 CUT: Final[Mapping[Style, int]] = {Style.COLUMN: 0, Style.ROW: 1}
 """Dimension of a weight, outputs x inputs, of which each rank holds a part."""
+OF_ADAPTER: Final[Mapping[Style, Mapping[str, Style]]] = {
+    Style.COLUMN: {"lora_A": Style.SUMMED, "lora_B": Style.COLUMN},
+    Style.ROW: {"lora_A": Style.ROW, "lora_B": Style.SUMMED},
+}
+"""Style of a layer -> that of its adapter's matrices, rank x inputs and outputs x rank."""
 
 
 def tensor_plan(body: Any, ranks: int) -> dict[str, Style]:
@@ -55,7 +65,7 @@ def tensor_plan(body: Any, ranks: int) -> dict[str, Style]:
     if not CUT.keys() & plan.values():
         raise ConfigError([f"{SETTING}: {name} has no plan of layers that ranks can share"])
     for n, style in plan.items():
-        layer = layers[n][0]
+        layer = plain_layer(layers[n][0])
         if style in CUT and not isinstance(layer, nn.Linear):
             raise ConfigError([f"{SETTING}: {n} of {name} is no linear layer"])
         if style in CUT and layer.weight.shape[CUT[style]] % ranks:
@@ -73,17 +83,20 @@ def share_layers(body: nn.Module, *, rank: int, ranks: int, group: Any) -> dict[
         ConfigError: as in `tensor_plan`.
     """
     found: dict[str, Style] = {}
-    for name, style in tensor_plan(body, ranks).items():
+    for name, of_layer in tensor_plan(body, ranks).items():
         layer: Any = body.get_submodule(name)
         for own, parameter in list(layer.named_parameters()):
-            if style is Style.ROW and own == "bias":
+            inner, _, leaf = own.rpartition(".")
+            if of_layer is Style.ROW and leaf == "bias":
                 continue  # added once, to the sum
+            style = OF_ADAPTER.get(of_layer, {}).get(own.partition(".")[0], of_layer)
             found[f"{name}.{own}"] = style
             if style in CUT:
                 part = parameter.detach().chunk(ranks, CUT[style])[rank].clone()
-                setattr(layer, own, nn.Parameter(part, requires_grad=parameter.requires_grad))
-        if style in CUT:
-            layer.forward = partial(_column_wise if style is Style.COLUMN else _row_wise, layer, group)
+                setattr(layer.get_submodule(inner), leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        if of_layer in CUT:
+            plain = plain_layer(layer)
+            plain.forward = partial(_column_wise if of_layer is Style.COLUMN else _row_wise, plain, group)
     return found
 
 

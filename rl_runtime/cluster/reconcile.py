@@ -34,7 +34,7 @@ class ClusterState:
     actual: Mapping[Incarnation, Actual]
     alive: Collection[Incarnation]  # incarnations with a running process
     busy: Collection[Incarnation]  # being started, promoted or ended by an operation
-    nodes: Sequence[NodeId]  # nodes that can host a replica
+    nodes: Sequence[NodeId]  # nodes that can host a standby
     quarantined: Collection[NodeId] = ()  # of these, nodes that only get replicas placed there explicitly by recovery
 
 

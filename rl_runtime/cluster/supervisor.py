@@ -28,6 +28,7 @@ from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
+from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
 from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
@@ -44,7 +45,7 @@ from rolecall.rl_runtime.cluster.reconcile import (
     place,
     reconcile,
 )
-from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, gpus_of_nodes, num_gpus
+from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, num_gpus
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -299,9 +300,13 @@ class Supervisor:
             actual=actual,
             alive=alive,
             busy=busy,
-            nodes=[n for n in self.nodes if n not in dead_nodes],
+            nodes=[n for n in self.nodes if n not in dead_nodes and self._can_host_standby(n)],
             quarantined=quarantined_nodes(self.journal),
         )
+
+    def _can_host_standby(self, node: NodeId) -> bool:
+        gpus = self.cluster.gpus
+        return not gpus or len(gpus.get(node, ())) >= self.job.runtime.rollout_ranks
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
         """Ends workers of dead raylets, which outlive them briefly, so that no two processes of one incarnation run."""

@@ -24,7 +24,14 @@ from rolecall.agent.collectors.gpu.nvml import close_nvml, errors_of, open_nvml
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job, unshared_heads
 from rolecall.core.errors import ConfigError, EnvironmentFailed, RewardFailed
 from rolecall.rl_runtime.device import Hardware, device_of, found_hardware
-from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, built_in_size, folder_size, shortages
+from rolecall.rl_runtime.memory_estimate import (
+    FreeMemory,
+    GpuMemory,
+    ModelSize,
+    built_in_size,
+    folder_size,
+    shortages,
+)
 from rolecall.rl_runtime.model_folder import check_weights, read_config, weight_shapes
 from rolecall.rl_runtime.tasks.rewards.functions import BUILT_IN
 from rolecall.rl_runtime.tasks.tokenizer import local_vocabulary, vocabulary
@@ -310,22 +317,22 @@ def _check_memory(job: JobConfig, free: FreeMemory, device: DeviceName = "cpu") 
 
 def free_memory(device: DeviceName, hardware: Hardware) -> FreeMemory:
     """Of this machine, and of the GPUs that a run may use if NVML knows them."""
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[GpuMemory, ...] = ()
     if device == "cuda":
         with suppress(ConfigError):  # a container may have no NVML, and compute on its GPUs
-            found = gpu_bytes()
+            found = gpu_memory()
             names = [int(name) for name in hardware.gpus if name.isdecimal()]
             gpus = tuple(found[n] for n in names if n < len(found)) or found
-    return FreeMemory(host_bytes=available_bytes(), gpu_bytes=gpus)
+    return FreeMemory(host_bytes=available_bytes(), gpus=gpus)
 
 
-def gpu_bytes(library: Path | None = None, seconds: float = NVML_SECONDS) -> tuple[int, ...]:
-    """Free memory of each GPU. `library`: of NVML, where the loader does not find it.
+def gpu_memory(library: Path | None = None, seconds: float = NVML_SECONDS) -> tuple[GpuMemory, ...]:
+    """Of each GPU. `library`: of NVML, where the loader does not find it.
 
     Raises:
         ConfigError: NVML cannot be used, or does not answer within `seconds`.
     """
-    found, problems = list[int](), list[str]()
+    found, problems = list[GpuMemory](), list[str]()
 
     def ask() -> None:
         try:
@@ -335,7 +342,8 @@ def gpu_bytes(library: Path | None = None, seconds: float = NVML_SECONDS) -> tup
             return
         try:
             for index in range(nvml.nvmlDeviceGetCount()):
-                found.append(int(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index)).free))
+                memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))
+                found.append(GpuMemory(free_bytes=int(memory.free), total_bytes=int(memory.total)))
         except errors_of(nvml) as e:
             problems.append(str(e))
         finally:

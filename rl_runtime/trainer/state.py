@@ -51,9 +51,9 @@ class Network:
     `parameters` are those that gradients are taken of, `masters` those that the optimizer changes: the same, except for
     bfloat16, where a parameter is the rounded copy of a float32 master. With adapters, only these are trained.
 
-    Of several ranks, `masters` are this rank's rows of the parameters, in the same memory. In bfloat16 they are rounded
-    where a layer is gathered, so that there are no rounded copies; frozen weights, which have no masters, are kept
-    rounded.
+    Of several ranks, `masters` are this rank's part of the parameters. FSDP2 shards the masters themselves: in bfloat16
+    they are rounded where a layer is gathered, so that there are no rounded copies; frozen weights, which have no
+    masters, are kept rounded.
 
     A trainer has one for the policy and, if the algorithm has a critic, another one for that. Each has its own learning
     rate, moments and gradient-norm clipping, so that a large critic gradient does not shrink the policy's step. Tensors
@@ -74,9 +74,9 @@ class Network:
         """`dtype`: of the weights to compute with; None: the module's own. `ranks`: that share the network."""
         self.module, self.prefix, self._ranks = module, prefix, ranks
         module.to(ranks.device)
-        before = [p.data for _, p in sorted(module.named_parameters()) if p.requires_grad]
+        before = {n: p.data for n, p in module.named_parameters() if p.requires_grad}
         has_frozen = any(not p.requires_grad for p in module.parameters())
-        self._gathered_in = dtype if ranks.size > 1 and not has_frozen else None
+        self._gathered_in = dtype if ranks.num_shards > 1 and not has_frozen else None
         if dtype is not None and self._gathered_in is None:
             compute_in(module, dtype)
         self._styles: dict[str, Style] = {}
@@ -90,7 +90,7 @@ class Network:
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
         self.masters: tuple[torch.nn.Parameter, ...] = tuple(
-            self._master(p, data) for p, data in zip(self.parameters, before, strict=True)
+            self._master(n, p, before[n]) for n, p in zip(self.names, self.parameters, strict=True)
         )
         del before  # whole tensors
         self.num_parameters = sum(master.numel() for master in self.masters)
@@ -123,12 +123,15 @@ class Network:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
 
-    def _master(self, parameter: Any, before: torch.Tensor) -> torch.nn.Parameter:
-        """`before`: the parameter's data before it was rounded."""
-        if self._ranks.size > 1:
+    def _master(self, name: str, parameter: Any, before: torch.Tensor) -> torch.nn.Parameter:
+        """`before`: the whole parameter's data before it was rounded."""
+        if parameter.dtype != before.dtype:
+            part = self._ranks.part(before, self.cut(name))
+            return torch.nn.Parameter(part.clone() if part.numel() < before.numel() else part)
+        if self._ranks.num_shards > 1:
             return torch.nn.Parameter(self._ranks.local(parameter))
         found: torch.nn.Parameter = parameter
-        return found if found.dtype == before.dtype else torch.nn.Parameter(before)
+        return found
 
     def cut(self, name: str) -> int | None:
         """Dimension of the parameter that tensor ranks share; None: each of them holds it whole."""
@@ -264,8 +267,9 @@ class Network:
     def frozen_digest(self) -> str:
         """SHA-256 over all parameters that are not trained, before any step; "" if all are. All ranks call it."""
         trained = {id(p) for p in self.parameters}
-        frozen = [(n, p) for _, n, p in self._sent if id(p) not in trained]
-        return entries_digest(tensor_entry(n, self._ranks.gathered(p)) for n, p in frozen) if frozen else ""
+        frozen = [(own, n, p) for own, n, p in self._sent if id(p) not in trained]
+        entries = (tensor_entry(n, self._ranks.gathered(p, self.cut(own))) for own, n, p in frozen)
+        return entries_digest(entries) if frozen else ""
 
 
 def _copy(tensors: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> None:

@@ -92,8 +92,9 @@ def doctor(
 def _job_checks(path: Path) -> "tuple[NodeCheck, ...]":
     from rolecall.core.config.job import load_job
     from rolecall.node.job_check import examine_job
+    from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
     from rolecall.rl_runtime.cluster.reconcile import place
-    from rolecall.rl_runtime.device import device_of, found_hardware, gpus_of_nodes
+    from rolecall.rl_runtime.device import device_of, found_hardware
     from rolecall.rl_runtime.tasks.check import free_memory, model_size
 
     job, hardware = load_job(path), found_hardware()

@@ -8,7 +8,7 @@ from rolecall.node.doctor import CheckLevel, NodeCheck
 from rolecall.rl_runtime.memory_estimate import FreeMemory, ModelSize, RankNeed, gib, needs, shortages
 
 NOUNS = {"reward": "worker", "controller": "process", "node": "node"}
-DEVICE_FIX = "fewer replicas or ranks, a machine with more GPUs, or runtime.device: cpu"
+DEVICE_FIX = "fewer replicas or ranks, a machine with more GPUs, or `make setup` for the other device"
 FIX = (
     "fewer replicas or ranks, a smaller model, model.dtype: bfloat16, or lora; of one forward and backward pass: "
     "algorithm.microbatch_tokens_max, model.gradient_checkpointing"
@@ -19,7 +19,7 @@ def examine_job(
     job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu", lacking: Sequence[str] = ()
 ) -> tuple[NodeCheck, ...]:
     """What each role needs, then what does not fit. `lacking`: devices, each `path: reason`. Pure."""
-    found = needs(job, size, device)
+    found = needs(job, size, device, free.gpus)
     checks = [
         NodeCheck(
             name=need.role,
@@ -34,7 +34,7 @@ def examine_job(
         return tuple(checks)
     has = f"this machine has {gib(free.host_bytes)} free"
     if device == "cuda":
-        has += f", and its GPUs {', '.join(map(gib, free.gpu_bytes)) or '(not known)'}"
+        has += f", and its GPUs {', '.join(gib(gpu.free_bytes) for gpu in free.gpus) or '(not known)'}"
     needed = gib(sum(need.host_bytes for need in found))
     return (*checks, NodeCheck(name="memory", level=CheckLevel.OK, message=f"{needed} GiB together; {has}"))
 

@@ -28,10 +28,11 @@ from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
 from rolecall.recovery.notifications.target import target_of
 from rolecall.reports.report import write_report
+from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
-from rolecall.rl_runtime.device import found_hardware, gpus_of_nodes
+from rolecall.rl_runtime.device import found_hardware
 from rolecall.rl_runtime.tasks.check import checked
 from rolecall.session.children import (
     LOGGERS_SECONDS,

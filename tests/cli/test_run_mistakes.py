@@ -123,21 +123,24 @@ def test_a_mistake_about_ranks_is_found_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "reason"),
+    ("device", "gpus", "reason"),
     [
-        ((), "runtime.device: cuda, but this machine has no NVIDIA GPU"),
-        (("0", "1"), "runtime.nodes: the job needs 6 nodes with 2 GPUs each"),
+        ("cuda", (), "runtime.device: cuda, but this machine has no NVIDIA GPU"),
+        ("cuda", ("0", "1"), "roles: trainer 2 x 2, rollout 3 x 1, standby 1 x 1: 8 GPUs, one for each rank"),
+        ("cpu", ("0", "1"), "runtime.device: cpu, but the installed vLLM computes on NVIDIA GPUs only"),
+        (None, (), "runtime.device: null, which here means cpu, but the installed vLLM computes on NVIDIA GPUs only"),
     ],
 )
 def test_ranks_without_devices_are_found_before_anything_starts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    device: str | None,
     gpus: tuple[str, ...],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(session, "found_hardware", lambda: Hardware(gpus=gpus, is_cuda_build=True))
-    refused(tmp_path, capsys, {"runtime": {"device": "cuda", "trainer_ranks": 2}}, (reason,))
+    monkeypatch.setattr(session, "found_hardware", lambda: Hardware(gpus=gpus, is_cuda_build=True, engine="cuda"))
+    refused(tmp_path, capsys, {"runtime": {"device": device, "trainer_ranks": 2}}, (reason,))
 
 
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], job: dict[str, Any], reasons: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from rolecall.core.config.job import parse_job
 from rolecall.node.doctor import CheckLevel, worst
 from rolecall.node.job_check import examine_job
 from rolecall.rl_runtime import device
-from rolecall.rl_runtime.memory_estimate import FreeMemory, RankNeed, needs
+from rolecall.rl_runtime.memory_estimate import FreeMemory, GpuMemory, RankNeed, needs
 from rolecall.rl_runtime.memory_estimate import gib as in_gib
 from rolecall.rl_runtime.tasks import check
 from tests.rl_runtime.test_memory_estimate import LARGE as SIZE
@@ -41,17 +41,20 @@ def test_a_job_that_does_not_fit_is_broken_and_has_a_fix() -> None:
 
 
 def test_gpus_are_compared_with_each_rank() -> None:
-    def checked(*gpus: int) -> dict[str, tuple[CheckLevel, str]]:
-        free = FreeMemory(host_bytes=1000 * GIB, gpu_bytes=tuple(n * GIB for n in gpus))
+    def checked(*gpus: int, total: int = 80) -> dict[str, tuple[CheckLevel, str]]:
+        free = FreeMemory(
+            host_bytes=1000 * GIB, gpus=tuple(GpuMemory(free_bytes=n * GIB, total_bytes=total * GIB) for n in gpus)
+        )
         return {c.name: (c.level, c.message) for c in examine_job(JOB, SIZE, free, "cuda")}
 
-    fits = checked(79, 60)
+    fits = checked(79, 74)
     trainer, *_ = needs(JOB, SIZE, "cuda")
     each = in_gib(trainer.ranks[0].device_bytes)
     assert fits["trainer"][1].endswith(f" and 2 x {each} GiB of GPUs")
+    assert fits["rollout"][1].endswith(" and 72.0 GiB of GPUs"), "runtime.rollout_memory_share of each"
     assert fits["memory"] == (CheckLevel.OK, fits["memory"][1])
-    assert fits["memory"][1].endswith("this machine has 1000.0 free, and its GPUs 79.0, 60.0")
-    level, message = checked(8)["memory"]
+    assert fits["memory"][1].endswith("this machine has 1000.0 free, and its GPUs 79.0, 74.0")
+    level, message = checked(8, total=8)["memory"]
     assert level is CheckLevel.BROKEN and message.startswith("runtime.trainer_ranks: each rank of a trainer needs ")
 
 
@@ -60,6 +63,18 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 16 GiB and no GPU."""
     monkeypatch.setattr(check, "available_bytes", lambda: 16 * GIB)
     monkeypatch.setattr(device, "found_hardware", lambda: device.Hardware(gpus=(), is_cuda_build=False))
+
+
+def test_an_installation_for_gpus_is_no_device_for_a_job_on_the_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        device, "found_hardware", lambda: device.Hardware(gpus=("0",), is_cuda_build=True, engine="cuda")
+    )
+    (tmp_path / "job.yaml").write_text("runtime: {device: cpu}")
+    assert main(["doctor", str(tmp_path / "job.yaml")]) == 1
+    said = capsys.readouterr().out
+    assert "broken   devices: runtime.device: cpu, but the installed vLLM computes on NVIDIA GPUs only" in said
 
 
 @pytest.mark.usefixtures("hardware")

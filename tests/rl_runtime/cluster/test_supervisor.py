@@ -84,10 +84,11 @@ class SleepActors:
 
 
 class Rig:
-    def __init__(self, root: Path, hardware: Hardware = Hardware(gpus=(), is_cuda_build=False)) -> None:
+    def __init__(self, root: Path, hardware: Hardware = Hardware(gpus=(), is_cuda_build=False), **runtime: int) -> None:
         self.run: RunDir = create_run_dir(root, "r")
         self.actors = SleepActors()
-        self.supervisor = Supervisor(self.run, parse_job({}), actors=self.actors, hardware=hardware)
+        job = parse_job({"runtime": runtime})
+        self.supervisor = Supervisor(self.run, job, actors=self.actors, hardware=hardware)
         self.supervisor._held = frozenset()
         self.journal = self.supervisor.journal
 
@@ -314,6 +315,14 @@ def test_a_node_without_a_free_gpu_takes_no_further_replica(tmp_path: Path) -> N
         rig.want("trainer/0", 2, node="node-1")
         rig.until("trainer/0", 2, S.READY)
         assert {a.device for a in rig.actors.specs} == {"cuda"}
+    finally:
+        rig.close()
+
+
+def test_a_spare_node_without_gpus_gets_no_standby(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, hardware=Hardware(gpus=tuple("0123456"), is_cuda_build=True), nodes=9)
+    try:
+        assert rig.supervisor._observe().nodes == [f"node-{n}" for n in range(1, 8)]
     finally:
         rig.close()
 

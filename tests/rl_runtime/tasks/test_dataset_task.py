@@ -31,7 +31,7 @@ from rolecall.rl_runtime.tasks.check import (
     _check_reward,
     available_bytes,
     checked,
-    gpu_bytes,
+    gpu_memory,
 )
 from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
@@ -389,10 +389,11 @@ def test_the_free_memory_of_each_gpu_is_nvmls(tmp_path: Path) -> None:
     library = build(tmp_path)
     with shown_by(Machine(tmp_path / "machine", num_gpus=2)) as machine:
         machine.set({"MemoryInfo.used": 20 * GIB}, gpu=1)
-        assert gpu_bytes(library) == (19 * GIB, 59 * GIB), "a GiB is reserved"
+        free, total = zip(*((gpu.free_bytes, gpu.total_bytes) for gpu in gpu_memory(library)), strict=True)
+        assert free == (19 * GIB, 59 * GIB) and total == (80 * GIB, 80 * GIB), "a GiB is reserved"
         machine.set({"error.nvmlDeviceGetMemoryInfo": 15}, gpu=0)
         with pytest.raises(ConfigError, match=r"runtime.device: GPU is lost"):
-            gpu_bytes(library)
+            gpu_memory(library)
 
 
 @pytest.mark.slow

@@ -154,7 +154,6 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
         over = incident.closed_at is not None or incident.requested_by_operator
         if summary.fault is None and incident.action_started_at is None and over:
             continue  # no known impact, and no replica was replaced
-        affected = set(summary.fault.hit) if summary.fault else {s.replica for s in diagnosis.suspects if s.replica}
         until = summary.serving_at if summary.serving_at is not None else summary.ends_at
         stalled = summary.step_committed_at if summary.step_committed_at is not None else until
         found += [
@@ -166,10 +165,31 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
                 fault=str(diagnosis.fault_class),
                 incident_id=incident.incident_id,
             )
-            for replica in sorted(affected)
+            for replica in sorted(summary.affected)
         ]
+        found += _losses_of_restart(summary, end)
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
+
+
+def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
+    """Of the healthy replicas that a restart took down, each until it serves; trainers wait for the last of them."""
+    serving = {r.replica: r.serving_at for r in summary.replacements}
+    found = []
+    for replica, since in sorted(summary.restarted.items()):
+        at = serving.get(replica) if replica in serving else summary.ends_at
+        until = end if at is None else min(at, end)
+        found.append(
+            Loss(
+                replica=replica,
+                since=since,
+                until=until,
+                stalled_until=until,
+                fault=str(summary.incident.diagnosis.fault_class),
+                incident_id=summary.incident.incident_id,
+            )
+        )
+    return found
 
 
 def counted_until(

@@ -132,7 +132,9 @@ class IncidentSummary:
 
     @property
     def serving_at(self) -> float | None:
-        times = [r.serving_at for r in self.replacements]
+        # Of a restart of the job: when it computes again.
+        computing = [r for r in self.replacements if r.role in ("rollout", "trainer")]
+        times = [r.serving_at for r in computing or self.replacements]
         known = [t for t in times if t is not None]
         return max(known) if known and len(known) == len(times) else None
 
@@ -150,6 +152,22 @@ class IncidentSummary:
     def ends_at(self) -> float | None:
         """Close time; while it is open, `resolved_at`."""
         return self.incident.closed_at if self.incident.closed_at is not None else self.resolved_at
+
+    @property
+    def restarted(self) -> dict[str, float]:
+        """Healthy replica -> when a restart of its role or of the job took it down."""
+        found: dict[str, float] = {}
+        for attempt in self.incident.attempts:
+            if attempt.started_at is not None and attempt.plan.action.is_restart:
+                for target in attempt.plan.targets:
+                    found.setdefault(target.replica, attempt.started_at)
+        return {replica: at for replica, at in found.items() if replica not in self.affected}
+
+    @property
+    def affected(self) -> set[str]:
+        """Replicas that the fault hit; those that the diagnosis names, if it is not known."""
+        named = {s.replica for s in self.incident.diagnosis.suspects if s.replica}
+        return set(self.fault.hit) if self.fault else named
 
     def since_finding(self, at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - self.detected_at), 3)
@@ -327,7 +345,7 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | set(summary.fault.hit if summary.fault else ())
+    affected = {s.replica for s in suspects if s.replica} | summary.affected | summary.restarted.keys()
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf
     during = work.between(since, until)

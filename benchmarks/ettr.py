@@ -329,7 +329,7 @@ def cold_losses(
         for replica in replicas:
             at = [r.serving_at for r in known.values() if r.replica == replica and r.serving_at is not None]
             until = min((t for t in at if kill < t < end), default=end)
-            found.append(Loss(replica=replica, since=kill, until=until, stalled_until=until))
+            found.append(Loss(replica=replica, since=kill, until=until, stalled_until=until, by_restart=True))
     return found
 
 

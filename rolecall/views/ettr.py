@@ -85,7 +85,8 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Work of one replica lost from `since` to `until`, wall seconds. `stalled_until`: trainers only; no trainer
-    computes before it. `incident_id` is empty for an undetected fault."""
+    computes before it. `incident_id` is empty for an undetected fault. `by_restart`: its role, or the job, was
+    restarted."""
 
     replica: str
     since: float
@@ -93,6 +94,7 @@ class Loss:
     stalled_until: float = 0.0
     fault: str = UNDETECTED
     incident_id: str = ""
+    by_restart: bool = False
 
     @property
     def role(self) -> str:
@@ -173,7 +175,7 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
 
 
 def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
-    """Of the healthy replicas that a restart took down, each until it serves; trainers wait for the last of them."""
+    """Of the replicas that a restart took down, each until it serves; trainers wait for the last of them."""
     serving = {r.replica: r.serving_at for r in summary.replacements}
     found = []
     for replica, since in sorted(summary.restarted.items()):
@@ -187,6 +189,7 @@ def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
                 stalled_until=until,
                 fault=str(summary.incident.diagnosis.fault_class),
                 incident_id=summary.incident.incident_id,
+                by_restart=True,
             )
         )
     return found
@@ -266,11 +269,12 @@ def ettr(
 ) -> float | None:
     """Effective training time ratio from `start` to `end`, 0..1; None if no time passed.
 
-    `count_rollouts` false: the paper's formula, in which a lost rollout costs nothing.
+    `count_rollouts` false: the paper's formula, in which a lost rollout costs nothing. One that a restart ended does,
+    because the paper counts rollouts that are alive.
     """
     if end <= start or num_rollouts + num_trainers == 0:
         return None
-    counted = [c for c in lost if count_rollouts or c.role != "rollout"]
+    counted = [c for c in lost if count_rollouts or c.role != "rollout" or c.by_restart]
     idle = lost_seconds(counted, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers)
     return 1.0 - sum(idle.values()) / (end - start)
 

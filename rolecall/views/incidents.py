@@ -155,13 +155,13 @@ class IncidentSummary:
 
     @property
     def restarted(self) -> dict[str, float]:
-        """Healthy replica -> when a restart of its role or of the job took it down."""
+        """Replica -> when a restart of its role or of the job took it down."""
         found: dict[str, float] = {}
         for attempt in self.incident.attempts:
             if attempt.started_at is not None and attempt.plan.action.is_restart:
                 for target in attempt.plan.targets:
                     found.setdefault(target.replica, attempt.started_at)
-        return {replica: at for replica, at in found.items() if replica not in self.affected}
+        return found
 
     @property
     def affected(self) -> set[str]:

@@ -253,6 +253,8 @@ def one_run(arm: str, seed: int, percent: float, roles: str, options: argparse.N
     if report.exists():
         found = json.loads(report.read_text())
         line |= {"audit_ok": found["audit"]["ok"], "outcome": found["outcome"]}
+    # Not the exit code: where nothing acts, incidents may be open at the end.
+    line["ok"] = line.get("outcome") == "completed" and line["audit_ok"]
     with driver.journal() as journal:
         events, actual = journal.events(), journal.actual()
     injections = driver.run.injections_path
@@ -372,7 +374,7 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
     seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
     about = f"{NUM_TRAINERS} trainers, {NUM_ROLLOUTS} rollouts, {config}"
     text = common.header("ETTR: a replica replaced, or the whole job restarted", about, seeds, of_commit)
-    good = [x for x in lines if x["exit_code"] == 0]
+    good = [x for x in lines if x["ok"]]
     free = {x["seed"]: x for x in good if x["arm"] == "none"}
     steps_free = [x["step_seconds"] for x in free.values() if x.get("step_seconds")]
     step_seconds = statistics.median(steps_free) if steps_free else None
@@ -429,7 +431,7 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
         text += ["", f"Faults {what}: {sum(x[key] for x in good)}." if key != "false_alarms" else
                  f"False alarms: {sum(x[key] for x in good)}."]  # fmt: skip
     text += ["", f"Audit holds in {sum(bool(x.get('audit_ok')) for x in good)} of {len(good)} runs."]
-    failures = [x for x in lines if x["exit_code"]]
+    failures = [x for x in lines if not x["ok"]]
     return text + [line for x in failures for line in ("", f"Failed: {x['run_id']}, exit code {x['exit_code']}.")]
 
 
@@ -464,7 +466,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
     for arm, seed, percent, roles in planned(options):
         key = {"commit": of_commit, "arm": arm, "seed": seed, "percent": percent, "roles": roles, "settings": settings}
         before = [x for x in read_lines() if {name: x[name] for name in key} == key]
-        if any(x["exit_code"] == 0 for x in before) or len(before) >= TRIES_MAX:
+        if any(x["ok"] for x in before) or len(before) >= TRIES_MAX:
             continue
         if time.monotonic() > ends_at:
             print("out of time: call again to go on", flush=True)
@@ -472,7 +474,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
         line = key | one_run(arm, seed, percent, roles, options)
         with LINES.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        shown = {name: line.get(name) for name in ("exit_code", "seconds", "seconds_to_n", "ettr", "num_faults")}
+        shown = {name: line.get(name) for name in ("ok", "exit_code", "seconds", "seconds_to_n", "ettr", "num_faults")}
         print(f"{arm}, seed {seed}, {percent:g} % {roles}: {shown}", flush=True)
 
 
@@ -502,7 +504,7 @@ def main() -> int:
         print("no run of this commit with these settings")
         return 1
     print(common.write("ettr", report(lines, of_commit)))
-    return 0 if all(x["exit_code"] == 0 for x in lines) else 1
+    return 0 if all(x["ok"] for x in lines) else 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import ActionStarted, RequestsReassigned, StepCommitted, StepInterrupted
+from rolecall.core.journal.payloads import (
+    ActionStarted,
+    ComponentRestarted,
+    ReplicaReady,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+)
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
 from rolecall.views.lifetimes import IncarnationRecord, Key
@@ -254,9 +261,14 @@ def summarize_incidents(
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
-    """All incarnations that a started plan named."""
+    """All incarnations that a started plan named, or that were there when the whole run was started again."""
     named: set[Key] = set()
+    ready: set[Key] = set()
     for event in events:
+        if isinstance(event.payload, ReplicaReady):
+            ready.add((event.payload.replica, event.payload.incarnation))
+        if isinstance(event.payload, ComponentRestarted) and event.payload.what == "supervisor":
+            named |= ready
         if isinstance(event.payload, ActionStarted):
             named |= {(t.replica, t.incarnation) for t in event.payload.plan.targets}
     return frozenset(named)

@@ -68,7 +68,7 @@ def test_a_run_without_a_step_has_no_numbers() -> None:
 
 
 def test_the_report_compares_with_the_same_seed_without_faults() -> None:
-    shared = {"commit": "c", "seed": 1, "exit_code": 0, "num_skipped": 0, "audit_ok": True, "num_missed": 0}
+    shared = {"commit": "c", "seed": 1, "ok": True, "num_skipped": 0, "audit_ok": True, "num_missed": 0}
     shared |= {"settings": {"steps": 3}, "false_alarms": 0, "tokens_trained_again": 0, "steps_trained_again": 0}
     free = shared | {"arm": "none", "percent": 0.0, "roles": "", "ettr": 1.0, "ettr_with_rollouts": 1.0}
     free |= {"seconds_to_n": 50.0, "tokens_generated": 900, "step_seconds": 10.0, "recoveries": [], "num_faults": 0}

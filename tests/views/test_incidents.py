@@ -354,3 +354,9 @@ def test_a_restart_costs_every_replica_from_its_start_until_it_serves() -> None:
     assert ettr(0.0, 100.0, found, **sizes) == pytest.approx(1 - (2 / 3 + 18 + 10 * 2 / 3 + 10 / 3) / 100)
     in_paper = ettr(0.0, 100.0, found, **sizes, count_rollouts=False)
     assert in_paper == pytest.approx(1 - (18 + 10 * 2 / 3 + 10 / 3) / 100), "no rollout is alive in a restart"
+
+
+def test_processes_of_a_run_that_was_started_again_need_not_be_kept() -> None:
+    tale = _ready(Tale(), "rollout/1", 1, 100).say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
+    tale = _ready(tale, "rollout/1", 2, 200)
+    assert named_by_plans(tale.events) == {("rollout/1", 1)}

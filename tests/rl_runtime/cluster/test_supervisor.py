@@ -343,11 +343,11 @@ def test_a_replacement_begins_when_the_ranks_of_its_former_incarnations_are_gone
 def test_a_run_that_was_cut_off_starts_the_next_incarnation_of_every_replica(rig: Rig) -> None:
     placed = decision.place(rig.supervisor.job)
     rig.supervisor._write_run(placed)
-    rig.until("trainer/0", 1, S.READY)
+    for replica in placed:
+        rig.until(replica, 1, S.READY)
     for process in rig.actors.processes.values():
         process.kill()
         process.wait()
-    rig.supervisor._operations.drain(PATIENCE_SECONDS)
     again = Supervisor(rig.run, rig.supervisor.job, actors=rig.actors, hardware=Hardware(gpus=(), is_cuda_build=False))
     again._held = frozenset()
     again._continue_run()

@@ -73,10 +73,14 @@ class RayRuntime:
     promotes a standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the
     incarnation that the plan names and carries the fencing number; the record names its incident, so that a repetition
     recognizes it.
+    A restart writes the controller first: no controller then takes over requests of engines that are about to end.
     """
 
     name = "ray_runtime"
-    supports = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
+    supports = frozenset(
+        {ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.RESTART_ROLE, ActionKind.RESTART_JOB}
+        | {ActionKind.STOP_JOB}
+    )
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -84,6 +88,8 @@ class RayRuntime:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         if plan.action is ActionKind.STOP_JOB:
             return ("every process of the job",)
+        if plan.action.is_restart:
+            return ()  # it names all that it takes down, and every process is started anew
         quarantined = quarantined_nodes(self._journal)
         standbys = [s for s in self._fleet().standbys() if s.node not in quarantined]
         takes = [t.replica for t in plan.targets if split_replica(t.replica)[0] == STANDBY_TAKES]
@@ -98,12 +104,12 @@ class RayRuntime:
         before = self._journal.desired()
         for target in plan.targets:
             current = before.get(target.replica)
-            if current is None or not (current.incarnation == target.incarnation or _ours(current, target, plan)):
+            if current is None or not (current.incarnation == target.incarnation or _is_done(current, target, plan)):
                 now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
                 because = f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
                 return ActionResult(done=False, because=because)
         for target in plan.targets:
-            if not _ours(before[target.replica], target, plan):
+            if not _is_done(before[target.replica], target, plan):
                 record = self._wanted(target, plan, lease)
                 if not self._journal.set_desired(record, expect_incarnation=target.incarnation, lease=lease):
                     return ActionResult(done=False, because=f"{target.replica} was replaced concurrently")
@@ -123,7 +129,8 @@ class RayRuntime:
         node, quarantined = target.node, quarantined_nodes(self._journal)
         # A node may have been quarantined after the plan was made.
         if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
-            avoid = quarantined | {t.node for t in plan.targets}
+            # A restart names healthy nodes too.
+            avoid = quarantined if plan.action.is_restart else quarantined | {t.node for t in plan.targets}
             other = self._fleet().spare_node(frozenset(avoid))
             if other is None:
                 raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
@@ -132,7 +139,7 @@ class RayRuntime:
             replica=target.replica,
             incarnation=target.incarnation + 1,
             node=node,
-            prefer_standby=True,
+            prefer_standby=not plan.action.is_restart,
             fence=lease.fence,
             because=plan.because,
             incident_id=plan.incident_id,
@@ -142,6 +149,7 @@ class RayRuntime:
         return fleet_view(self._journal.desired(), self._journal.current())
 
 
-def _ours(current: Desired, target: PlanTarget, plan: Plan) -> bool:
-    """Whether the record is the one this plan writes, so it was already performed."""
-    return current.incarnation == target.incarnation + 1 and current.incident_id == plan.incident_id
+def _is_done(current: Desired, target: PlanTarget, plan: Plan) -> bool:
+    """Whether the record is the one this plan writes, so it was already performed; or, of a restart, a newer one."""
+    ours = current.incarnation == target.incarnation + 1 and current.incident_id == plan.incident_id
+    return ours or (plan.action.is_restart and current.incarnation > target.incarnation)

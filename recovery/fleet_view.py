@@ -21,6 +21,7 @@ class ReplicaView:
     node: NodeId  # of the newest incarnation; the desired node before there is one
     changed_at: float = 0.0  # wall seconds of the last change of `state`
     because: str = ""
+    started: bool = False  # the newest incarnation has been ready, whatever became of it
 
     @property
     def role(self) -> str:
@@ -78,6 +79,7 @@ def fleet_view(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId,
                 node=actual.node if actual else wanted.node,
                 changed_at=actual.changed_at if actual else 0.0,
                 because=actual.because if actual else "",
+                started=bool(actual and actual.pid),
             )
         )
     return FleetView(replicas=tuple(rows))

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
@@ -87,13 +88,18 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     for target in plan.targets:
         seen = situation.fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
-        if newest != target.incarnation:
+        if newest != target.incarnation and not (newest and _is_new_already(target, newest, plan, incident)):
             now_desired = f"#{newest} is desired now" if newest else "it is no longer desired"
             because = f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}"
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
     return _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation) or PASSED
+
+
+def _is_new_already(target: PlanTarget, newest: int, plan: Plan, incident: Incident) -> bool:
+    """Whether a restart finds this healthy replica replaced since it was planned: it need not be ended again."""
+    return newest > target.incarnation and str(target.replica) not in incident.at_fault(plan)
 
 
 def on_peer_evidence_alone(diagnosis: Diagnosis) -> bool:
@@ -107,11 +113,12 @@ def on_peer_evidence_alone(diagnosis: Diagnosis) -> bool:
 def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     if not on_peer_evidence_alone(incident.diagnosis):
         return None
-    suspects = {t.replica for t in plan.targets}
+    ours_at_fault = incident.at_fault(plan)
+    suspects = set(ours_at_fault)
     for other in situation.incidents:
         if other.state is not IncidentState.CLOSED and on_peer_evidence_alone(other.diagnosis):
-            suspects |= {t.replica for a in other.attempts for t in a.plan.targets}
-    for role in sorted({split_replica(t.replica)[0] for t in plan.targets}):
+            suspects |= {r for a in other.attempts for r in other.at_fault(a.plan)}
+    for role in sorted({split_replica(r)[0] for r in ours_at_fault}):
         peers = situation.fleet.of_role(role)
         ours = [r for r in peers if r.replica in suspects]
         if 2 * len(ours) > len(peers):
@@ -125,19 +132,21 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
 
 def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     config, since = situation.config, situation.now - HOUR_SECONDS
-    counted = evictions(situation.incidents, since=since)
-    recent = [e for e in counted if e.at > since]
-    for target in plan.targets:
-        times = sum(e.replica == target.replica for e in recent)
+    recent, at_fault = evictions(situation.incidents, since=since), incident.at_fault(plan)
+    for replica in () if plan.action.is_restart else sorted(at_fault):
+        times = sum(e.replica == replica for e in recent)
         if times >= config.retries_per_replica_max:
-            because = f"{target.replica} was replaced {times} times in the last hour"
+            because = f"{replica} was replaced {times} times in the last hour"
             because += f", the limit is {config.retries_per_replica_max}"
             return GuardResult("retries", because, page_oncall=True)
-    if len(recent) + len(plan.targets) > config.evictions_per_hour_max:
-        because = f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested"
+    if len(recent) + len(at_fault) > config.evictions_per_hour_max:
+        because = f"{len(recent)} evictions in the last hour and {len(at_fault)} more requested"
         because += f", the limit is {config.evictions_per_hour_max}"
         return GuardResult("evictions", because, page_oncall=True)
-    elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
+    others = [i for i in situation.incidents if i.incident_id != incident.incident_id]
+    elsewhere = {r for i in others for r in i.under_repair}
+    if plan.action.is_restart:
+        return _alone(plan, elsewhere)
     return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
 
 
@@ -157,6 +166,14 @@ def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str
         ):
             found |= {str(t.replica) for t in attempt.plan.targets}
     return found
+
+
+def _alone(plan: Plan, elsewhere: set[str]) -> GuardResult | None:
+    """A restart takes down most of a role or of the job by intent, so only a repair in progress holds it back."""
+    if not elsewhere:
+        return None
+    busy = ", ".join(sorted(elsewhere))
+    return GuardResult(AT_ONCE, f"{busy} under repair: {in_words(plan.action)} waits until that is over")
 
 
 def _at_once(

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, Suspect
+from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
@@ -227,6 +227,18 @@ class Incident:
         """replica -> incarnation that the diagnosis names."""
         return {s.replica: s.incarnation for s in self.diagnosis.suspects if s.replica}
 
+    @property
+    def under_repair(self) -> frozenset[str]:
+        """Replicas on which an action is performed, or awaits their progress."""
+        if self.attempt is None or self.state not in UNDER_REPAIR:
+            return frozenset()
+        return frozenset(str(t.replica) for t in self.attempt.plan.targets)
+
+    def at_fault(self, plan: Plan) -> frozenset[str]:
+        """Targets of one of its plans because of which it acts: a restart takes down healthy replicas too."""
+        targets = frozenset(str(t.replica) for t in plan.targets)
+        return targets & {s.replica for s in self.suspects} if plan.action.is_restart else targets
+
 
 def paged_text(channel: str) -> str:
     """What a page did. Without a channel nobody is called, and no text may claim it."""
@@ -235,30 +247,23 @@ def paged_text(channel: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """One replica taken down by one started action; the limits count these."""
+    """One replica taken down by one started action because of a fault; the limits count these."""
 
     incident_id: str
     replica: str
     at: float
-    under_repair: bool
 
 
 def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
-    """Every replica on which an action started after `since` (wall seconds). Counted at the start, so that a crash
-    between start and end does not refill the budget."""
-    found = []
-    for incident in incidents:
-        for attempt in incident.attempts:
-            started = attempt.started_at
-            if started is None or attempt.plan.action is ActionKind.STOP_JOB:
-                continue
-            last = attempt is incident.attempt and incident.state in UNDER_REPAIR
-            if started > since or last:
-                found += [
-                    Eviction(incident_id=incident.incident_id, replica=t.replica, at=started, under_repair=last)
-                    for t in attempt.plan.targets
-                ]
-    return found
+    """Every replica at fault on which an action started after `since` (wall seconds): of a restart not the healthy ones
+    that it takes down too. Counted at the start, so that a crash between start and end does not refill the budget."""
+    return [
+        Eviction(incident_id=incident.incident_id, replica=replica, at=attempt.started_at)
+        for incident in incidents
+        for attempt in incident.attempts
+        if attempt.started_at is not None and attempt.started_at > since
+        for replica in sorted(incident.at_fault(attempt.plan))
+    ]
 
 
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {

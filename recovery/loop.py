@@ -32,7 +32,14 @@ from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
 from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.guards import Situation
-from rolecall.recovery.incidents import WINDOW_NAME, ActionFailure, Incident, IncidentProjection, open_incident
+from rolecall.recovery.incidents import (
+    WINDOW_NAME,
+    ActionFailure,
+    Incident,
+    IncidentProjection,
+    IncidentState,
+    open_incident,
+)
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
 from rolecall.recovery.next_step import Append, Decide, Perform, done, events_before_plan, failed, next_step
@@ -314,6 +321,7 @@ class Watch:
                 config=self._config,
                 supports=self._actuator.supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
+                committed_at=self._committed_at() if incident.state is IncidentState.OPEN else None,
             )
             move = next_step(incident, situation, policy_input)
             if move is None:
@@ -333,6 +341,10 @@ class Watch:
                 self._perform(incident, move)
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
+
+    def _committed_at(self) -> float | None:
+        newest = self._journal.last(EventKind.STEP_COMMITTED)
+        return newest.wall_at if newest is not None else None
 
     def _append(self, incident: Incident, move: Append) -> None:
         try:

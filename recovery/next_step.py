@@ -386,7 +386,8 @@ def events_before_plan(
     nodes: a false positive about a whole rack must not leave a run without nodes. `quarantined`: nodes in quarantine;
     `known`: all nodes of the run.
     """
-    if plan.action is not ActionKind.REPLACE_NODE or not leaves_node(incident.diagnosis) or not share_max:
+    leaves = plan.action is ActionKind.REPLACE_NODE or plan.action.is_restart
+    if not leaves or not leaves_node(incident.diagnosis) or not share_max:
         return []
     faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
     take, left = to_quarantine(faulty, quarantined, known, share_max)

@@ -13,9 +13,18 @@ Where nothing can act (a job that rolecall only watches), the plan is what the e
 Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
 collapse only pages on-call, whatever its class.
 
-Retries escalate by cause and by count. Two replacements in a row that end before their first progress are not a
-hardware fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a
-bad node, so the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
+Retries escalate by cause and by count, one rung after the other: replace the replica, restart its role, restart the
+job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another. The
+rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
+
+    first iteration    two replacements in a row that started but died before their first progress
+    same step          the replica was replaced, worked, and failed again before the next step was committed
+    beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
+
+Nothing healthy is restarted if the job has committed a step since the incident was opened: it works without the
+replica. Nor if two replacements in a row did not even start: then the software that is started is at fault, and on-call
+is paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
+already replaced needs no action.
 """
 
 import math
@@ -27,7 +36,8 @@ from typing import Any, Self
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
-from rolecall.core.ids import IncidentId, ReplicaId
+from rolecall.core.ids import IncidentId, ReplicaId, split_replica
+from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.fleet_view import DEAD, FleetView
@@ -41,7 +51,7 @@ ONCE = "wrong_numbers_once"
 AGAIN = "wrong_numbers"
 """Of several: the machine computes wrong numbers, so the replica leaves its node."""
 DEATHS_ON_START_MAX = 2
-"""One dead replacement may be a second fault; two in a row point to the software that is started."""
+"""One dead replacement may be a second fault; two in a row point to what they have in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +88,8 @@ class PolicyInput:
     supports: frozenset[ActionKind]
     lost_nodes: frozenset[str] = frozenset()  # diagnosed as lost: nothing is placed there
     quarantined_nodes: frozenset[str] = frozenset()  # nothing is placed there until they are returned
+    same_step: frozenset[ActionKind] = frozenset()  # resolved earlier incidents of these replicas since the last commit
+    commits_since: bool = False  # a step was committed since the incident was opened
 
     @property
     def performable(self) -> frozenset[ActionKind]:
@@ -100,6 +112,8 @@ class PolicyInput:
             "supports": sorted(str(a) for a in self.supports),
             "lost_nodes": sorted(self.lost_nodes),
             "quarantined_nodes": sorted(self.quarantined_nodes),
+            "same_step": sorted(str(a) for a in self.same_step),
+            "commits_since": self.commits_since,
         }
 
     @classmethod
@@ -113,6 +127,8 @@ class PolicyInput:
             supports=frozenset(ActionKind(a) for a in body["supports"]),
             lost_nodes=frozenset(body["lost_nodes"]),
             quarantined_nodes=frozenset(body["quarantined_nodes"]),
+            same_step=frozenset(ActionKind(a) for a in body.get("same_step", ())),  # absent in older journals
+            commits_since=body.get("commits_since", False),
         )
 
 
@@ -136,8 +152,11 @@ def question(
     config: RecoveryConfig,
     supports: frozenset[ActionKind],
     quarantined_nodes: frozenset[str] = frozenset(),
+    committed_at: float | None = None,
 ) -> PolicyInput:
-    """The input of `decide` for an incident."""
+    """The input of `decide` for an incident. `committed_at`: of the newest committed step, wall seconds."""
+    known = list(incidents)
+    since = -math.inf if committed_at is None else committed_at
     past = tuple(
         FailedAttempt(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
         for a in incident.failures
@@ -151,9 +170,16 @@ def question(
         past=past,
         supports=supports,
         lost_nodes=frozenset(
-            s.node for i in incidents if i.diagnosis.fault_class.spec.loses_node for s in i.diagnosis.suspects
+            s.node for i in known if i.diagnosis.fault_class.spec.loses_node for s in i.diagnosis.suspects
         ),
         quarantined_nodes=quarantined_nodes,
+        same_step=frozenset(
+            i.attempt.plan.action
+            for i in known
+            if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
+            if (i.verified_at or 0.0) > since and i.named.keys() & incident.named.keys()
+        ),
+        commits_since=since >= incident.opened_at,
     )
 
 
@@ -228,9 +254,15 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
         moot = why_not == _REPLACED_ALREADY
         outcome = IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
         return _nothing(facts, why_not, page=not moot, outcome=outcome)
-    gave_up = _exhausted(facts)
+    gave_up = _gave_up(facts, targets)
     if gave_up:
         return _nothing(facts, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
+    action, why = _restart(facts, targets)
+    if action is not None:
+        restarted = tuple(_of_restart(action, facts.fleet, targets))
+        return PolicyDecision(
+            plan=Plan(incident_id=facts.incident_id, action=action, targets=restarted, because=f"{because}; {why}")
+        )
     avoided = any(t.node in facts.avoided for t in targets)
     no_progress = bool(facts.past) and facts.past[-1].failure is ActionFailure.NO_PROGRESS
     if leaves_node(facts.diagnosis) or avoided or (no_progress and ActionKind.REPLACE_NODE in facts.performable):
@@ -289,20 +321,80 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
     return tuple(found[r] for r in sorted(found)), why_not
 
 
-def _exhausted(facts: PolicyInput) -> str:
+def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     """Why no further attempt is made; empty if one is."""
     past = facts.past
     if past and past[-1].failure is ActionFailure.REFUSED:
         return f"the action could not be performed: {past[-1].because}"
-    deaths = len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, reversed(past))))
-    if deaths >= DEATHS_ON_START_MAX:
-        return (
-            f"{deaths} replacements in a row died before their first progress ({past[-1].because}): "
-            "the software that is started is at fault, not the machine; another node would not help"
-        )
+    why = _needs_restart(facts)
+    if not why:
+        return ""
+    views = [v for t in targets if (v := facts.fleet.find(t.replica)) is not None]
+    if _deaths(past) >= DEATHS_ON_START_MAX and not any(v.started for v in views):
+        return f"{why}: the software that is started is at fault, not the machine; another node would not help"
+    higher = _next_restart(facts, targets)
+    if higher is None or higher not in facts.performable:
+        return why
+    if facts.commits_since and facts.config.scope != "job":
+        return f"{why}; nothing else is restarted, because the job still commits steps"
+    return ""
+
+
+def _restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[ActionKind | None, str]:
+    """The restart that is due, and why; None: a replacement will do."""
+    why = _needs_restart(facts)
+    if why:
+        return _next_restart(facts, targets), why
+    of_job = facts.config.scope == "job" and ActionKind.RESTART_JOB in facts.performable
+    works = any(split_replica(t.replica)[0] != STANDBY_ROLE for t in targets)
+    if of_job and works and OPERATOR not in facts.diagnosis.detectors:
+        return ActionKind.RESTART_JOB, "recovery.scope is job"
+    return None, ""
+
+
+def _needs_restart(facts: PolicyInput) -> str:
+    """Which rule says that one more replacement will not help; empty if none does."""
+    past = facts.past
+    if _deaths(past) >= DEATHS_ON_START_MAX:
+        return f"{_deaths(past)} replacements in a row died before their first progress ({past[-1].because})"
     if len(past) >= facts.config.retries_per_replica_max:
         return f"{len(past)} attempts failed, the last: {past[-1].because}"
+    if facts.config.scope == "job":
+        return ""
+    if past and past[-1].action.is_restart:
+        return f"{in_words(past[-1].action)} did not help: {past[-1].because}"
+    again = facts.same_step and not past and facts.diagnosis.fault_class.spec.is_repairable
+    if again and OPERATOR not in facts.diagnosis.detectors:
+        done = ", ".join(sorted(in_words(a) for a in facts.same_step))
+        return f"it failed again in the same step, after {done}"
     return ""
+
+
+def _next_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> ActionKind | None:
+    """The rung above those that were tried; None: there is none."""
+    tried = facts.same_step | {p.action for p in facts.past}
+    roles = {split_replica(t.replica)[0] for t in targets}
+    if ActionKind.RESTART_JOB in tried or STANDBY_ROLE in roles:
+        return None
+    beyond_the_role = ActionKind.RESTART_ROLE in tried or len(roles) > 1
+    if beyond_the_role or len(facts.fleet.of_role(roles.pop())) == 1:
+        return ActionKind.RESTART_JOB
+    return ActionKind.RESTART_ROLE
+
+
+def _of_restart(action: ActionKind, fleet: FleetView, targets: tuple[PlanTarget, ...]) -> list[PlanTarget]:
+    """All replicas of the role, or of the job: but standbys, which do no work and hold no state."""
+    role = split_replica(targets[0].replica)[0]
+    return [
+        PlanTarget(replica=r.replica, incarnation=r.desired_incarnation, node=r.node)
+        for r in fleet.replicas
+        if (r.role == role if action is ActionKind.RESTART_ROLE else r.role != STANDBY_ROLE)
+    ]
+
+
+def _deaths(past: tuple[FailedAttempt, ...]) -> int:
+    """Attempts in a row, up to now, that ended before their first progress."""
+    return len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, reversed(past))))
 
 
 def leaves_node(diagnosis: Diagnosis) -> bool:

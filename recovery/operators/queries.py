@@ -77,7 +77,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         started, ended = journal.last(K.RUN_STARTED), journal.last(K.RUN_ENDED)
     state = _watch_state(lease, now)
     since = now - HOUR_SECONDS
-    recent = [e for e in evictions(projection.incidents.values(), since=since) if e.at > since]
+    recent = evictions(projection.incidents.values(), since=since)
     return {
         "run": str(location.run_id),
         "mode": acquired.as_(LeaseAcquired).mode if acquired else None,

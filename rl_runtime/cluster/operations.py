@@ -34,6 +34,7 @@ ENGINES_AT_ONCE = 3
 """Engines that start at the same time; each uses a core for about 8 s. Measured on two cores, beside two trainers: all
 replicas ready after 30 s with three at once, 30 and 37 s with two, where the third start leaves a core idle.
 """
+WORKING = frozenset({ReplicaState.READY, ReplicaState.SERVING})
 ENGINE_ROLES = frozenset({"rollout", STANDBY_ROLE})
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
@@ -176,11 +177,16 @@ class Operations:
             self.stopped(record, because)
 
     def _let_drain(self, record: Actual) -> None:
-        """Waits until the controller has taken the tokens of a live rollout and fenced it, or until the time is up."""
+        """Waits until the controller has taken the tokens of a live rollout and fenced it, or until the time is up.
+
+        Without a controller, as when the whole job is restarted, nobody takes them.
+        """
         deadline = self._clock.monotonic() + DRAIN_SECONDS
         while self._clock.monotonic() < deadline:
             standing = self._journal.actual().get((record.replica, record.incarnation))
             if standing is None or standing.state in GONE or not is_alive(record.pid, record.start_ticks):
+                return
+            if not any(a.state in WORKING for r, a in self._journal.current().items() if r.startswith("controller/")):
                 return
             self._clock.sleep(POLL_SECONDS)
 

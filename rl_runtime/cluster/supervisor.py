@@ -177,8 +177,9 @@ class Supervisor:
         self._held = NEED_MODEL
         self._stopped = False
 
-    def start(self, progress: Progress | None = None) -> None:
-        """Starts the run; returns when every replica except the standbys is ready.
+    def start(self, progress: Progress | None = None, *, again: bool = False) -> None:
+        """Starts the run; returns when every replica except the standbys is ready. `again`: a run whose processes are
+        gone continues from its journal and its newest checkpoint.
 
         Raises:
             NotEnoughNodes: before anything is started.
@@ -187,8 +188,11 @@ class Supervisor:
             DeadlineExceeded: names the replicas that were not ready in time.
         """
         self._progress = progress or self._progress
-        placed = place(self.job)
-        self._write_run(placed)
+        if again:
+            self._continue_run()
+        else:
+            self._write_run(place(self.job))
+        replicas = [r for r in self.journal.desired() if split_replica(r)[0] != STANDBY_ROLE]
         argv = [sys.executable, "-m", "rolecall.rl_runtime.trainer.model", str(self.run.path)]
         preparing, _ = start_process(self.run, "prepare", argv, self.run.logs / "prepare.log", OMP_NUM_THREADS="1")
         self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
@@ -199,12 +203,10 @@ class Supervisor:
         self._finish_preparing(preparing)
         self._held = frozenset({STANDBY_ROLE})
         self._progress("the model is written; starting trainers and engines")
-        self._wait_until_ready([r for r in placed if split_replica(r)[0] != STANDBY_ROLE])
+        self._wait_until_ready(replicas)
         self._held = frozenset()
 
     def _write_run(self, placed: Mapping[ReplicaId, NodeId]) -> None:
-        me, ticks = os.getpid(), process_start_ticks(os.getpid())
-        record_process(self.run.path, "supervisor", me)
         self.run.write(
             {
                 "run_id": self.run.run_id,
@@ -213,7 +215,7 @@ class Supervisor:
                 "config": self.job.model_dump(mode="json"),
                 "config_digest": self.job.digest(),
                 "database_url": redacted(self.run.database_url),
-                "supervisor": {"pid": me, "start_ticks": ticks},
+                "supervisor": self._recorded_self(),
                 "nodes": list(self.nodes),
                 "injection_allowed": self.job.injection_allowed,
             }
@@ -231,6 +233,21 @@ class Supervisor:
         for replica, node in placed.items():
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
             self.journal.set_desired(first)
+
+    def _recorded_self(self) -> dict[str, int]:
+        me = os.getpid()
+        record_process(self.run.path, "supervisor", me)
+        return {"pid": me, "start_ticks": process_start_ticks(me)}
+
+    def _continue_run(self) -> None:
+        self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
+        because = "the run is started again"
+        self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
+        last = self.journal.desired()
+        for replica, node in {**place(self.job), **{r: d.node for r, d in last.items()}}.items():
+            number = last[replica].incarnation if replica in last else 0  # cut off before it was wanted
+            anew = Desired(replica=replica, incarnation=number + 1, node=node, prefer_standby=False, because=because)
+            self.journal.set_desired(anew, expect_incarnation=number)
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
         deadline = self.clock.monotonic() + PREPARE_SECONDS
@@ -252,11 +269,13 @@ class Supervisor:
         shown = -1
         while True:
             self.tick()
+            desired = self.journal.desired()
             current = self.journal.current()
+            newest = {r: a for r, a in current.items() if r in desired and a.incarnation >= desired[r].incarnation}
             for replica in replicas:
-                if replica in current and current[replica].state in GONE:
-                    raise ActuatorError(f"{replica} did not start: {current[replica].because}")
-            missing = [r for r in replicas if r not in current or current[r].state is ReplicaState.STARTING]
+                if replica in newest and newest[replica].state in GONE:
+                    raise ActuatorError(f"{replica} did not start: {newest[replica].because}")
+            missing = [r for r in replicas if r not in newest or newest[r].state is ReplicaState.STARTING]
             if not missing:
                 return
             if len(missing) != shown:

@@ -39,7 +39,7 @@ class RootHelp(HelpGroup):
     panels = {  # noqa: RUF012
         "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "doctor", "notify"),
         "Act": ("pause", "resume", "replace", "approve", "reject", "hold", "lift", "review", "node"),
-        "Run": ("demo", "run", "down", "inject"),
+        "Run": ("demo", "run", "up", "down", "inject"),
         "Offline": ("diagnose", "fit", "simulate", "replay", "audit"),
         "Export": ("export", "report", "incident", "record", "grafana"),
     }

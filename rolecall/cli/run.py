@@ -1,4 +1,4 @@
-"""Commands on runs: demo, run, down, inject; on what a run left behind: replay, audit, report."""
+"""Commands on runs: demo, run, up, down, inject; on what a run left behind: replay, audit, report."""
 
 import datetime
 from collections.abc import Sequence
@@ -108,6 +108,26 @@ def run(
     return _execute(job, runs, run_id or _new_run_id(job.name, job.seed), (), False, minutes_max, 0.0)
 
 
+@app.command(epilog=examples("rolecall up my-run"))
+def up(
+    run: NamedRunArgument = "",
+    option: NamedRunOption = "",
+    runs: RootOption = ROOT,
+    minutes_max: Annotated[float, typer.Option(min=0.5, help="Stop the run after this many minutes.")] = 60 * 24 * 7,
+) -> int:
+    """Continue a run that was cut off.
+
+    Its machine or its supervisor was lost, so that its end is not recorded. Everything is started again, and the run
+    continues from its journal and its newest checkpoint. `rolecall down` ends processes that are left of it."""
+    from rolecall.core.config.job import parse_job
+
+    where = named_run(runs, run, option)
+    if where.is_watched:
+        raise CommandRefused(f"{where.run_id} is only watched: rolecall did not start it")
+    job = parse_job(where.read()["config"], str(where.path))
+    return _execute(job, where.path.parent, where.run_id, (), False, minutes_max, 0.0, again=True)
+
+
 def _execute(
     job: "JobConfig",
     runs: Path,
@@ -118,6 +138,7 @@ def _execute(
     hold_minutes: float,
     *,
     dashboard: bool = False,
+    again: bool = False,
 ) -> int:
     from rolecall.core.ids import checked_id
     from rolecall.session.demo import FaultSchedule
@@ -136,6 +157,7 @@ def _execute(
         minutes_max=minutes_max,
         hold_seconds=hold_minutes * 60,
         dashboard=dashboard,
+        again=again,
     )
     try:
         report = session.execute()

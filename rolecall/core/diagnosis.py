@@ -27,6 +27,11 @@ class ActionKind(StrEnum):
     QUARANTINE_NODE = "quarantine_node"
     STOP_JOB = "stop_job"
 
+    @property
+    def is_restart(self) -> bool:
+        """It ends and starts healthy replicas too: all of a role, or all of the job."""
+        return self in (ActionKind.RESTART_ROLE, ActionKind.RESTART_JOB)
+
 
 class Fate(StrEnum):
     """What became of a process."""
@@ -186,11 +191,17 @@ class Plan:
                 return f"replace {what}"
             case ActionKind.REPLACE_NODE:
                 return f"move {what} to another node"
+            case ActionKind.RESTART_ROLE:
+                return f"restart all replicas of a role: {what}"
+            case ActionKind.RESTART_JOB:
+                return "restart the job from its newest checkpoint"
         return f"{in_words(self.action)} {what}".rstrip()
 
     @property
     def words(self) -> str:
-        """`replace replica of rollout/1#2`."""
+        """`replace replica of rollout/1#2`, `restart job`."""
+        if self.action is ActionKind.RESTART_JOB:
+            return in_words(self.action)
         targets = ", ".join(f"{t.replica}#{t.incarnation}" if t.incarnation else t.replica for t in self.targets)
         return f"{in_words(self.action)} of {targets}" if targets else in_words(self.action)
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
+from rolecall.core.errors import CommandRefused, ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.core.rundir import RunDir, create_run_dir, open_run_dir
+from rolecall.core.text import counted
 from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
 from rolecall.recovery.notifications.target import target_of
@@ -33,6 +34,7 @@ from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.rl_runtime.device import found_hardware
+from rolecall.rl_runtime.processes import find_processes
 from rolecall.rl_runtime.tasks.check import checked
 from rolecall.session.children import (
     LOGGERS_SECONDS,
@@ -82,6 +84,7 @@ class Session:
     minutes_max: float
     hold_seconds: float = 0.0
     dashboard: bool = False
+    again: bool = False  # continue a run whose processes are gone
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
     loggers: Child | None = None
@@ -94,6 +97,7 @@ class Session:
 
         Raises:
             ConfigError, NotEnoughNodes: before anything is started.
+            CommandRefused, RunNotFound: the run to continue has ended, still runs, or is not there.
             Interrupted: Ctrl-C; everything has been stopped.
         """
         check_ray()  # these five raise before a directory exists
@@ -101,7 +105,7 @@ class Session:
         gpus_of_nodes(self.job, found_hardware())
         target_of(self.job.recovery, os.environ)
         self.job = checked(self.job)
-        run, journal = self._create()
+        run, journal = self._reopen() if self.again else self._create()
         screen = Screen(
             live=self.show,
             title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
@@ -120,7 +124,7 @@ class Session:
                     journal.set_flag(HOLD_FLAG, "faults or minutes remain")
                     if beside is not None:
                         beside.start()
-                    supervisor.start(screen.note)
+                    supervisor.start(screen.note, again=self.again)
                     watch.start()
                     if self.loggers is not None:
                         self.loggers.start()
@@ -158,6 +162,20 @@ class Session:
         except (RolecallError, OSError):
             shutil.rmtree(run.path, ignore_errors=True)
             raise
+        return run, journal
+
+    def _reopen(self) -> tuple[RunDir, Journal]:
+        """The directory and journal of a run that was cut off: its end is not recorded, and no process is left."""
+        run = open_run_dir(self.root, self.run_id)
+        if left := find_processes(run.path, exclude=(os.getpid(),)):
+            many = counted(len(left), "process", "processes")
+            raise CommandRefused(f"{run.run_id}: {many} of it left: `rolecall down {run.shell_name}` first")
+        journal = Journal(run.database_url, create=False)
+        ended = journal.last(EventKind.RUN_ENDED)
+        if ended is not None or journal.flag(DONE_FLAG) is not None:
+            journal.close()
+            because = ended.as_(RunEnded).because if ended is not None else "it was done"
+            raise CommandRefused(f"{run.run_id} has ended ({because}): only a run that was cut off can continue")
         return run, journal
 
     def _loop(

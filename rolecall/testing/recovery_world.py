@@ -44,7 +44,8 @@ class _FakeReplicaProcess:
     next_at: float  # monotonic seconds of its next change of state
     fault: FaultClass | None = None
     fault_at: float = 0.0
-    dies_starting: bool = False
+    dies_in: ReplicaState | None = None  # ends instead of leaving this state
+    was_ready: bool = False
 
 
 class FakeRuntime:
@@ -61,7 +62,8 @@ class FakeRuntime:
     ) -> None:
         self.journal, self.clock = journal, clock
         self.ready_seconds, self.serving_seconds = ready_seconds, serving_seconds
-        self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before work
+        self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before they are ready
+        self.starts_that_die_ready: dict[str, int] = {}  # the same, ready and before they work
         self.starts_that_hang: dict[str, int] = {}  # replica -> how many of its next starts never get ready
         self.reports_losses = True
         self.processes: dict[str, _FakeReplicaProcess] = {}
@@ -69,7 +71,9 @@ class FakeRuntime:
         for number, replica in enumerate(replicas):
             node = NodeId(f"node-{number}")
             journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=node))
-            self.processes[replica] = _FakeReplicaProcess(incarnation=1, state=ReplicaState.SERVING, next_at=0.0)
+            self.processes[replica] = _FakeReplicaProcess(
+                incarnation=1, state=ReplicaState.SERVING, next_at=0.0, was_ready=True
+            )
             self._write(replica, node)
 
     def inject(self, replica: str, fault: FaultClass) -> None:
@@ -109,16 +113,21 @@ class FakeRuntime:
             incarnation=desired.incarnation,
             state=ReplicaState.STARTING,
             next_at=float("inf") if hangs else now + self.ready_seconds,
-            dies_starting=dies > 0,
+            dies_in=ReplicaState.STARTING if dies else self._dies_ready(replica),
         )
         self._write(replica, desired.node)
 
+    def _dies_ready(self, replica: str) -> ReplicaState | None:
+        left = self.starts_that_die_ready.get(replica, 0)
+        self.starts_that_die_ready[replica] = max(0, left - 1)
+        return ReplicaState.READY if left else None
+
     def _advance(self, replica: str, process: _FakeReplicaProcess, now: float) -> None:
-        if process.dies_starting:
+        if process.state is process.dies_in:
             self.inject(replica, FaultClass.CRASH)
             return
         starting = process.state is ReplicaState.STARTING
-        process.state = ReplicaState.READY if starting else ReplicaState.SERVING
+        process.state, process.was_ready = ReplicaState.READY if starting else ReplicaState.SERVING, True
         process.next_at = now + self.serving_seconds
         self._write(replica)
 
@@ -127,7 +136,14 @@ class FakeRuntime:
         name = ReplicaId(replica)
         where = node or self.journal.actual()[(name, process.incarnation)].node
         self.journal.set_actual(
-            Actual(replica=name, incarnation=process.incarnation, node=where, state=process.state, because=because)
+            Actual(
+                replica=name,
+                incarnation=process.incarnation,
+                node=where,
+                state=process.state,
+                pid=int(process.was_ready),
+                because=because,
+            )
         )
 
 

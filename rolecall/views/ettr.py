@@ -85,7 +85,8 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Work of one replica lost from `since` to `until`, wall seconds. `stalled_until`: trainers only; no trainer
-    computes before it. `incident_id` is empty for an undetected fault."""
+    computes before it. `incident_id` is empty for an undetected fault. `by_restart`: its role, or the job, was
+    restarted."""
 
     replica: str
     since: float
@@ -93,6 +94,7 @@ class Loss:
     stalled_until: float = 0.0
     fault: str = UNDETECTED
     incident_id: str = ""
+    by_restart: bool = False
 
     @property
     def role(self) -> str:
@@ -154,7 +156,6 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
         over = incident.closed_at is not None or incident.requested_by_operator
         if summary.fault is None and incident.action_started_at is None and over:
             continue  # no known impact, and no replica was replaced
-        affected = set(summary.fault.hit) if summary.fault else {s.replica for s in diagnosis.suspects if s.replica}
         until = summary.serving_at if summary.serving_at is not None else summary.ends_at
         stalled = summary.step_committed_at if summary.step_committed_at is not None else until
         found += [
@@ -166,10 +167,32 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
                 fault=str(diagnosis.fault_class),
                 incident_id=incident.incident_id,
             )
-            for replica in sorted(affected)
+            for replica in sorted(summary.affected)
         ]
+        found += _losses_of_restart(summary, end)
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
+
+
+def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
+    """Of the replicas that a restart took down, each until it serves; trainers wait for the last of them."""
+    serving = {r.replica: r.serving_at for r in summary.replacements}
+    found = []
+    for replica, since in sorted(summary.restarted.items()):
+        at = serving.get(replica) if replica in serving else summary.ends_at
+        until = end if at is None else min(at, end)
+        found.append(
+            Loss(
+                replica=replica,
+                since=since,
+                until=until,
+                stalled_until=until,
+                fault=str(summary.incident.diagnosis.fault_class),
+                incident_id=summary.incident.incident_id,
+                by_restart=True,
+            )
+        )
+    return found
 
 
 def counted_until(
@@ -246,11 +269,12 @@ def ettr(
 ) -> float | None:
     """Effective training time ratio from `start` to `end`, 0..1; None if no time passed.
 
-    `count_rollouts` false: the paper's formula, in which a lost rollout costs nothing.
+    `count_rollouts` false: the paper's formula, in which a lost rollout costs nothing. One that a restart ended does,
+    because the paper counts rollouts that are alive.
     """
     if end <= start or num_rollouts + num_trainers == 0:
         return None
-    counted = [c for c in lost if count_rollouts or c.role != "rollout"]
+    counted = [c for c in lost if count_rollouts or c.role != "rollout" or c.by_restart]
     idle = lost_seconds(counted, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers)
     return 1.0 - sum(idle.values()) / (end - start)
 

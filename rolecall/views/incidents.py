@@ -24,7 +24,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import ActionStarted, RequestsReassigned, StepCommitted, StepInterrupted
+from rolecall.core.journal.payloads import (
+    ActionStarted,
+    ComponentRestarted,
+    ReplicaReady,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+)
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
 from rolecall.views.lifetimes import IncarnationRecord, Key
@@ -132,7 +139,9 @@ class IncidentSummary:
 
     @property
     def serving_at(self) -> float | None:
-        times = [r.serving_at for r in self.replacements]
+        # Of a restart of the job: when it computes again.
+        computing = [r for r in self.replacements if r.role in ("rollout", "trainer")]
+        times = [r.serving_at for r in computing or self.replacements]
         known = [t for t in times if t is not None]
         return max(known) if known and len(known) == len(times) else None
 
@@ -150,6 +159,22 @@ class IncidentSummary:
     def ends_at(self) -> float | None:
         """Close time; while it is open, `resolved_at`."""
         return self.incident.closed_at if self.incident.closed_at is not None else self.resolved_at
+
+    @property
+    def restarted(self) -> dict[str, float]:
+        """Replica -> when a restart of its role or of the job took it down."""
+        found: dict[str, float] = {}
+        for attempt in self.incident.attempts:
+            if attempt.started_at is not None and attempt.plan.action.is_restart:
+                for target in attempt.plan.targets:
+                    found.setdefault(target.replica, attempt.started_at)
+        return found
+
+    @property
+    def affected(self) -> set[str]:
+        """Replicas that the fault hit; those that the diagnosis names, if it is not known."""
+        named = {s.replica for s in self.incident.diagnosis.suspects if s.replica}
+        return set(self.fault.hit) if self.fault else named
 
     def since_finding(self, at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - self.detected_at), 3)
@@ -236,9 +261,14 @@ def summarize_incidents(
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
-    """All incarnations that a started plan named."""
+    """All incarnations that a started plan named, or that were there when the whole run was started again."""
     named: set[Key] = set()
+    ready: set[Key] = set()
     for event in events:
+        if isinstance(event.payload, ReplicaReady):
+            ready.add((event.payload.replica, event.payload.incarnation))
+        if isinstance(event.payload, ComponentRestarted) and event.payload.what == "supervisor":
+            named |= ready
         if isinstance(event.payload, ActionStarted):
             named |= {(t.replica, t.incarnation) for t in event.payload.plan.targets}
     return frozenset(named)
@@ -327,7 +357,7 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | set(summary.fault.hit if summary.fault else ())
+    affected = {s.replica for s in suspects if s.replica} | summary.affected | summary.restarted.keys()
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf
     during = work.between(since, until)

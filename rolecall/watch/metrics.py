@@ -170,7 +170,7 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
     yield _value("plans_waiting", len(waiting))
     yield from _known("plans_waiting_deadline_timestamp_seconds", min((t for t in waiting if t), default=None))
     since = now - HOUR_SECONDS
-    yield _value("evictions_last_hour", sum(e.at > since for e in evictions(view.incidents.values(), since)))
+    yield _value("evictions_last_hour", len(evictions(view.incidents.values(), since)))
 
 
 def _suspects(incident: Incident) -> Iterable[Who]:

@@ -66,6 +66,7 @@ def test_too_few_nodes_says_who_lacks_what_and_starts_nothing(
         (("status", "nothing-here"), "nothing-here"),
         (("audit", "nothing-here"), "nothing-here"),
         (("down", "nothing-here"), "nothing-here"),
+        (("up", "nothing-here"), "nothing-here"),
         (("inject", "nothing-here", "--kind", "rollout-kill"), "nothing-here"),
         (("inject", "nothing-here", "--kind", "nope"), "rollout-kill, trainer-hang"),
         (("frobnicate",), "frobnicate"),

@@ -20,7 +20,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.testing.recovery_world import diagnosis
+from rolecall.testing.recovery_world import FLEET, diagnosis
 from tests.recovery.test_policy import fleet
 
 A, F, S = ActionKind, FaultClass, IncidentState
@@ -208,6 +208,48 @@ TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
 def test_guards(name: str) -> None:
     got, wanted = TABLE[name]
     assert got == wanted
+
+
+RESTART = incident(
+    "inc-1-job",
+    diagnosis(F.CRASH, ("trainer/0", 1)),
+    plan(*FLEET, action=A.RESTART_JOB, incident="inc-1-job"),
+    state=S.VERIFYING,
+    started=NOW - 10,
+)
+
+
+@pytest.mark.parametrize(
+    ("others", "settings", "wanted"),
+    [
+        ((), {"replicas_at_once_max": 1, "role_share_max": 0.0}, PASS),
+        ((past("reward/0", 10, S.VERIFYING),), {}, ("at_once", WAITS)),
+        ((past("reward/0", 10),), {}, PASS),
+        ((), {"evictions_per_hour_max": 0}, ("evictions", CALLS)),
+        ((), {"evictions_per_hour_max": 1}, PASS),
+        (tuple(past("trainer/0", n) for n in (10, 20, 30)), {"retries_per_replica_max": 3}, PASS),
+        ((), {"mode": "approve"}, PASS),
+        ((), {"paused": "bob"}, ("paused", WAITS)),
+    ],
+)
+def test_a_restart_has_the_budget_of_the_replica_at_fault_and_waits_for_other_repairs(
+    others: tuple[Incident, ...], settings: dict[str, Any], wanted: tuple[str, bool]
+) -> None:
+    d = diagnosis(F.CRASH, ("trainer/0", 1))
+    assert guarded(*FLEET, d=d, others=others, action=A.RESTART_JOB, **settings) == wanted
+
+
+def test_a_restart_blocks_other_repairs_and_costs_one_eviction() -> None:
+    assert guarded("rollout/1", others=(RESTART,), replicas_at_once_max=2) == ("at_once", WAITS)
+    done = replace(RESTART, state=S.CLOSED)
+    assert guarded("rollout/1", others=(done,), evictions_per_hour_max=2, retries_per_replica_max=1) == PASS
+    assert guarded("rollout/1", others=(done,), evictions_per_hour_max=1) == ("evictions", CALLS)
+
+
+def test_a_restart_takes_healthy_replicas_as_they_are_now_but_not_the_one_at_fault() -> None:
+    d = diagnosis(F.CRASH, ("trainer/0", 1))
+    assert guarded(*FLEET, d=d, action=A.RESTART_JOB, view=fleet(rollout_1=2)) == PASS
+    assert guarded(*FLEET, d=d, action=A.RESTART_JOB, view=fleet(trainer_0=2)) == ("incarnation", WAITS)
 
 
 def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> None:

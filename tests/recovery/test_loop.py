@@ -11,7 +11,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.incidents import IncidentOutcome
-from rolecall.testing.recovery_world import diagnosis
+from rolecall.testing.recovery_world import FLEET, diagnosis
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import TICK_SECONDS, World
@@ -494,3 +494,87 @@ def test_verification_as_the_runtime_reports_it(world: World) -> None:
     actual = world.journal.current()["rollout/1"]  # type: ignore[index]
     assert actual.state is ReplicaState.SERVING
     assert verified.payload.serving_at == actual.changed_at <= verified.wall_at
+
+
+def test_with_the_scope_job_a_fault_restarts_every_replica_once(tmp_path: Path) -> None:
+    world = World(tmp_path, scope="job")
+    watch = world.watch()
+    world.run(2, watch)
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    incident = world.only()
+    assert incident.outcome is IncidentOutcome.RESOLVED and world.kinds(incident.incident_id) == A_CURE
+    assert sorted(world.runtime.replaced) == [(replica, 1) for replica in FLEET]
+    assert all(world.runtime.healthy(replica) for replica in FLEET)
+    assert "recovery.scope is job" in incident.because
+    world.run(10, watch)
+    assert len(world.incidents()) == 1, "that the others ended was intended"
+
+
+def test_with_the_scope_job_a_fault_during_the_restart_restarts_the_job_again(tmp_path: Path) -> None:
+    world = World(tmp_path, scope="job")
+    world.runtime.starts_that_die_ready["rollout/2"] = 1
+    watch = world.watch()
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and len(world.only().attempts) == 2
+    assert {world.desired(replica) for replica in FLEET} == {3}
+
+
+def test_with_the_scope_job_a_second_fault_is_over_with_the_restart(tmp_path: Path) -> None:
+    world = World(tmp_path, scope="job")
+    watch = world.watch()
+    world.runtime.inject("rollout/0", FaultClass.CRASH)
+    world.runtime.inject("trainer/1", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    assert {world.desired(replica) for replica in FLEET} == {2}
+    outcomes = {i.outcome for i in world.incidents()}
+    assert outcomes <= {IncidentOutcome.RESOLVED, IncidentOutcome.SELF_RECOVERED}
+
+
+def test_replacements_that_die_in_their_first_iteration_restart_the_role(world: World) -> None:
+    world.runtime.starts_that_die_ready["trainer/0"] = 2
+    watch = world.watch()
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    incident = world.only()
+    actions = [str(a.plan.action) for a in incident.attempts]
+    assert actions == ["replace_replica", "replace_replica", "restart_role"]
+    assert incident.outcome is IncidentOutcome.RESOLVED
+    assert {r: world.desired(r) for r in FLEET if world.desired(r) > 1} == {"trainer/0": 4, "trainer/1": 2}
+
+
+@pytest.mark.parametrize(("commits", "second"), [(False, "restart_role"), (True, "replace_replica")])
+def test_a_replica_that_fails_again_in_the_same_step_restarts_its_role(
+    world: World, commits: bool, second: str
+) -> None:
+    watch = world.watch()
+    world.journal.append(filled(K.STEP_COMMITTED, {"step": 6}))
+    for number in (1, 2):
+        world.step(watch)
+        world.runtime.inject("rollout/1", FaultClass.CRASH)
+        world.until(lambda n=number: len(world.incidents()) == n and world.all_closed(), watch)  # type: ignore[misc]
+        if commits:
+            world.step(watch)
+            world.journal.append(filled(K.STEP_COMMITTED, {"step": 7}))
+    actions = [str(i.attempts[-1].plan.action) for i in world.incidents()]
+    assert actions == ["replace_replica", second]
+
+
+def test_replacements_that_die_while_the_job_commits_steps_page_on_call(world: World) -> None:
+    world.runtime.starts_that_die_ready["trainer/0"] = 2
+    watch = world.watch()
+    world.others.append(lambda: world.journal.append(filled(K.STEP_COMMITTED, {"step": 7})))
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.ESCALATED and world.desired("trainer/1") == 1
+    assert "the job still commits steps" in world.only().because
+
+
+def test_a_restart_of_the_job_waits_for_its_approval(tmp_path: Path) -> None:
+    world = World(tmp_path, scope="job", mode="approve")
+    watch = world.watch()
+    world.runtime.inject("reward/0", FaultClass.CRASH)
+    world.until(lambda: "plan_proposed" in [str(e.kind) for e in world.events()], watch)
+    world.run(5, watch)
+    assert world.runtime.replaced == []

@@ -348,3 +348,100 @@ def test_a_secret_is_not_stored_with_a_decision() -> None:
     for where in ({"webhook_url": "https://hooks.example.org/T0/SECRET"}, {"notify": {"secret_file": "/SECRET"}}):
         question = ask(diagnosis(F.CRASH, ONE), **where)
         assert "SECRET" not in str(question.to_dict())
+
+
+LADDER = SUPPORTS | {A.RESTART_ROLE, A.RESTART_JOB}
+TRAINERS, ROLLOUTS = ("trainer/0", "trainer/1"), ("rollout/0", "rollout/1", "rollout/2")
+
+
+def attempt(failure: ActionFailure, action: ActionKind = A.REPLACE_REPLICA, number: int = 1) -> FailedAttempt:
+    target = PlanTarget(replica=ReplicaId("trainer/0"), incarnation=number, node=NodeId("node-6"))
+    return FailedAttempt(failure=failure, action=action, targets=(target,), because=f"attempt {number} {failure}")
+
+
+def climb(*past: FailedAttempt, who: str = "trainer/0", started: bool = True, **more: Any) -> tuple[str, list[str]]:
+    """Action and targets for a fault of `who` after these attempts."""
+    config = {k: more.pop(k) for k in ("scope", "retries_per_replica_max") if k in more}
+    past = tuple(replace(p, targets=(replace(p.targets[0], replica=ReplicaId(who)),)) for p in past)
+    desired = {who.replace("/", "_"): len(past) + 1}
+    view = FleetView(replicas=tuple(replace(r, started=started) for r in fleet(**desired).replicas))
+    question = replace(ask(diagnosis(F.CRASH, (who, 1)), *past, view=view, supports=LADDER, **config), **more)
+    verdict = decide(question)
+    assert decide(PolicyInput.from_dict(question.to_dict())) == verdict
+    assert verdict.plan.because and verdict.page_oncall is (verdict.plan.action is A.TOLERATE)
+    return str(verdict.plan.action), [str(t.replica) for t in verdict.plan.targets]
+
+
+DIED, STUCK = ActionFailure.DIED, ActionFailure.NO_PROGRESS
+TWO_DEATHS = (attempt(DIED), attempt(DIED, number=2))
+REPLACED = frozenset({A.REPLACE_REPLICA})
+
+
+def test_one_death_of_a_replacement_is_tolerated_and_the_second_restarts_the_role() -> None:
+    assert climb(attempt(DIED)) == ("replace_replica", ["trainer/0"])
+    assert climb(*TWO_DEATHS) == ("restart_role", [*TRAINERS])
+
+
+def test_a_second_failure_of_a_replica_in_one_step_restarts_its_role() -> None:
+    assert climb(same_step=REPLACED) == ("restart_role", [*TRAINERS])
+    assert climb(same_step=REPLACED | {A.RESTART_ROLE}) == ("restart_job", [*FLEET])
+    assert climb(same_step=frozenset({A.RESTART_JOB})) == ("tolerate", [])
+
+
+def test_a_failure_beyond_the_role_restarts_the_job() -> None:
+    past = (*TWO_DEATHS, attempt(STUCK, A.RESTART_ROLE, 3))
+    assert climb(*past) == ("restart_job", [*FLEET])
+    assert climb(*past, attempt(STUCK, A.RESTART_JOB, 4)) == ("tolerate", [])
+    assert climb(*TWO_DEATHS, who="controller/0") == ("restart_job", [*FLEET]), "its role is one replica"
+    several = ask(diagnosis(F.CRASH, ("reward/0", 1), ("rollout/1", 1)), supports=LADDER)
+    assert decide(replace(several, same_step=REPLACED)).plan.action is A.RESTART_JOB
+
+
+def test_attempts_that_are_used_up_restart_the_role() -> None:
+    assert climb(attempt(STUCK), attempt(STUCK, number=2), retries_per_replica_max=2) == ("restart_role", [*TRAINERS])
+
+
+@pytest.mark.parametrize("retries", [3, 20])
+@pytest.mark.parametrize("failure", [DIED, STUCK])
+def test_the_ladder_ends(failure: ActionFailure, retries: int) -> None:
+    """Whatever fails, each restart is tried once, and then on-call is paged."""
+    past: list[FailedAttempt] = []
+    for number in range(1, 2 * retries):
+        action, _ = climb(*past, retries_per_replica_max=retries)
+        if action == "tolerate":
+            break
+        past.append(attempt(failure, ActionKind(action), number))
+    tried = [str(p.action) for p in past]
+    assert tried[-2:] == ["restart_role", "restart_job"] and tried.count("restart_role") == 1
+
+
+def test_a_job_that_works_without_the_replica_is_not_restarted() -> None:
+    assert climb(*TWO_DEATHS, commits_since=True) == ("tolerate", [])
+
+
+def test_replacements_that_do_not_even_start_restart_nothing() -> None:
+    assert climb(*TWO_DEATHS, started=False) == ("tolerate", [])
+
+
+def test_slowness_and_requests_of_operators_escalate_nothing() -> None:
+    for d in (diagnosis(F.SLOW, ONE, gain_ratio=4.0), diagnosis(F.CANNOT_TELL, ONE, detectors=(OPERATOR,))):
+        question = replace(ask(d, supports=LADDER, horizon_seconds=3600.0), same_step=REPLACED)
+        assert decide(question).plan.action is A.REPLACE_REPLICA
+
+
+def test_with_the_scope_job_a_fault_restarts_the_job() -> None:
+    for who in ("trainer/0", "rollout/1", "reward/0", "controller/0"):
+        assert climb(who=who, scope="job") == ("restart_job", [*FLEET])
+    assert climb(scope="job", same_step=frozenset({A.RESTART_JOB})) == ("restart_job", [*FLEET])
+    assert climb(attempt(DIED, A.RESTART_JOB), scope="job") == ("restart_job", [*FLEET])
+    assert climb(*(attempt(DIED, A.RESTART_JOB, n) for n in (1, 2)), scope="job") == ("tolerate", [])
+
+
+def test_with_the_scope_job_standbys_requests_and_the_jobs_own_code_are_handled_as_before() -> None:
+    def action(d: Diagnosis) -> ActionKind:
+        return decide(ask(d, supports=LADDER, scope="job")).plan.action
+
+    assert action(diagnosis(F.CRASH, ("standby/0", 1))) is A.REPLACE_REPLICA
+    assert action(diagnosis(F.CANNOT_TELL, ONE, detectors=(OPERATOR,))) is A.REPLACE_REPLICA
+    assert action(diagnosis(F.USER_CODE, ONE)) is A.STOP_JOB
+    assert decide(ask(diagnosis(F.CRASH, ONE), scope="job")).plan.action is A.REPLACE_REPLICA, "if it can do no other"

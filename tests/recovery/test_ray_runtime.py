@@ -11,6 +11,7 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators import RayRuntime
+from rolecall.testing.recovery_world import FLEET
 from tests.recovery.world import World
 
 A = ActionKind
@@ -86,8 +87,20 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> 
 
 
 def test_unsupported_actions_are_refused(world: World) -> None:
-    with pytest.raises(ActuatorError, match="cannot restart role"):
-        RayRuntime(world.journal).perform(plan(action=A.RESTART_ROLE), take(world))
+    with pytest.raises(ActuatorError, match="cannot roll back"):
+        RayRuntime(world.journal).perform(plan(action=A.ROLL_BACK), take(world))
+
+
+def test_a_restart_starts_new_processes_and_leaves_what_was_replaced_since_it_was_planned(world: World) -> None:
+    actuator, lease = RayRuntime(world.journal), take(world)
+    world.journal.set_desired(replace(desired(world, "rollout/1"), incarnation=4, because="another incident"))
+    restart = plan(*((r, 1, "node-0") for r in FLEET), action=A.RESTART_JOB)
+    for _ in range(2):
+        assert actuator.perform(restart, lease).done
+    now = {r: desired(world, r) for r in FLEET}
+    assert {r: d.incarnation for r, d in now.items()} == {r: 4 if r == "rollout/1" else 2 for r in FLEET}
+    assert not any(d.prefer_standby for r, d in now.items() if r != "rollout/1")
+    assert actuator.also_hit(restart) == ()
 
 
 def test_a_plan_lists_its_side_effects(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
-from rolecall.core.errors import JournalUnavailable
+from rolecall.core.errors import CommandRefused, JournalUnavailable
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.loop import LEASE_NAME
@@ -27,6 +27,7 @@ from rolecall.session.session import (
     Session,
 )
 from rolecall.terminal.run import Screen
+from tests.events import filled
 from tests.support import eventually
 
 HOLD_SECONDS = 42.0
@@ -174,3 +175,27 @@ def test_metrics_that_are_not_written_in_time_are_said_to_be_missing(
     session._finish_loggers(screen)
     assert session.loggers.died() is not None
     assert [line.removeprefix("metrics: ")[:7] for line in lines] == told
+
+
+def test_only_a_run_that_was_cut_off_can_continue(tmp_path: Path) -> None:
+    job = demo_job(seed=1, num_steps=1, injection_allowed=False)
+
+    def session(*, again: bool) -> Session:
+        schedule = FaultSchedule(1, ())
+        return Session(job=job, root=tmp_path, run_id="cut", schedule=schedule, show=False, minutes_max=1, again=again)
+
+    run, journal = session(again=False)._create()
+    run.write({"run_id": "cut"})
+    journal.append(filled(EventKind.STEP_COMMITTED, {"step": 3}))
+    journal.close()
+    reopened, journal = session(again=True)._reopen()
+    assert reopened.path == run.path and journal.last(EventKind.STEP_COMMITTED) is not None
+    left = Child([sys.executable, "-c", "import signal; signal.pause()"], run.logs / "left.log", run)
+    left.start()
+    with pytest.raises(CommandRefused, match="1 process of it left"):
+        session(again=True)._reopen()
+    left.stop()
+    journal.append(filled(EventKind.RUN_ENDED, {"outcome": "completed", "because": "12 steps"}))
+    journal.close()
+    with pytest.raises(CommandRefused, match=r"cut has ended \(12 steps\)"):
+        session(again=True)._reopen()

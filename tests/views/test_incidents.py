@@ -13,6 +13,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import IncidentUpdated, PlanCreated
 from rolecall.core.rundir import RunDir
+from rolecall.views.ettr import ettr, losses
 from rolecall.views.incidents import (
     InjectedFault,
     MatchedIncidents,
@@ -50,11 +51,18 @@ class Tale:
         )
         return self.say(at, K.INCIDENT_OPENED, incident, diagnosis=diagnosis.to_dict())
 
-    def acted(self, at: float, incident: str, replica: str, incarnation: int = 1) -> "Tale":
-        target = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-3"))
-        plan = Plan(
-            incident_id=IncidentId(incident), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="why"
+    def acted(
+        self,
+        at: float,
+        incident: str,
+        *replicas: str,
+        incarnation: int = 1,
+        action: ActionKind = ActionKind.REPLACE_REPLICA,
+    ) -> "Tale":
+        targets = tuple(
+            PlanTarget(replica=ReplicaId(r), incarnation=incarnation, node=NodeId("node-3")) for r in replicas
         )
+        plan = Plan(incident_id=IncidentId(incident), action=action, targets=targets, because="why")
         self.say(at, K.PLAN_CREATED, incident, plan=plan.to_dict())
         return self.say(at, K.ACTION_STARTED, incident, plan=plan.to_dict())
 
@@ -119,7 +127,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
             "i-1",
             diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].payload.to_body()["diagnosis"],
         )
-    tale.acted(12.2, "i-1", "rollout/0", 2)
+    tale.acted(12.2, "i-1", "rollout/0", incarnation=2)
     tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
     first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
     joined = tale.reported(first, second, other)
@@ -325,3 +333,30 @@ def test_what_was_lost_without_a_plan_is_a_violation_unless_it_was_struck() -> N
     tale = _ready(Tale(), "reward/0", 1, 100).say(5.0, K.REPLICA_LOST, replica="reward/0", incarnation=1, because="x")
     assert _kept(tale) == ["reward/0#1 (pid 100) was lost, and no plan named it: x"]
     assert _kept(tale, struck=frozenset({("reward/0", 1)})) == []
+
+
+def test_a_restart_costs_every_replica_from_its_start_until_it_serves() -> None:
+    replicas = ("controller/0", "rollout/0", "rollout/1", "trainer/0")
+    serving = {"rollout/0": 40.0, "rollout/1": 50.0, "trainer/0": 30.0}
+    known = {(r, 2): IncarnationRecord(replica=r, incarnation=2, serving_at=serving.get(r)) for r in replicas}
+    tale = Tale().opened(11.0, "inc-1", "rollout/1").acted(12.0, "inc-1", *replicas, action=ActionKind.RESTART_JOB)
+    joined = tale.resolved(55.0, "inc-1").reported(_fault("rollout/1", 10.0), known=known)
+    (summary,) = joined.summaries
+    assert summary.serving_at == 50.0, "the controller computes nothing"
+    found = losses(joined, 100.0)
+    assert {(c.replica, c.since, c.until) for c in found if c.role != "controller"} == {
+        ("rollout/1", 10.0, 50.0),  # the replica at fault: from the fault
+        ("rollout/0", 12.0, 40.0),
+        ("rollout/1", 12.0, 50.0),
+        ("trainer/0", 12.0, 30.0),
+    }
+    sizes = {"num_rollouts": 2, "num_trainers": 1}
+    assert ettr(0.0, 100.0, found, **sizes) == pytest.approx(1 - (2 / 3 + 18 + 10 * 2 / 3 + 10 / 3) / 100)
+    in_paper = ettr(0.0, 100.0, found, **sizes, count_rollouts=False)
+    assert in_paper == pytest.approx(1 - (18 + 10 * 2 / 3 + 10 / 3) / 100), "no rollout is alive in a restart"
+
+
+def test_processes_of_a_run_that_was_started_again_need_not_be_kept() -> None:
+    tale = _ready(Tale(), "rollout/1", 1, 100).say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
+    tale = _ready(tale, "rollout/1", 2, 200)
+    assert named_by_plans(tale.events) == {("rollout/1", 1)}

@@ -21,7 +21,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, PlanCreated, RunStarted
 from rolecall.dashboards.data.incident_titles import title
 from rolecall.dashboards.data.reader import Reader
-from rolecall.recovery.actuators import STOP_FLAG
+from rolecall.recovery.actuators import STOP_FLAG, RayRuntime
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, Situation, check
 from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
@@ -123,7 +123,7 @@ def _status(incident: Incident, attempt: Attempt, hold: Hold | None, mode: str, 
     return PlanStatus.BLOCKED if attempt.held_by else PlanStatus.DUE
 
 
-SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
+SUPPORTS = RayRuntime.supports
 """Actions of a run that rolecall executes."""
 
 

@@ -201,15 +201,22 @@ class NotifyConfig(Section):
 class RecoveryConfig(Section):
     mode: Literal["observe", "approve", "act"] = "observe"
     """observe: findings and incidents only. approve: an operator approves each plan. act: guards decide."""
+    scope: Literal["replica", "job"] = "replica"
+    """What recovery ends and starts again upon a fault. replica: the replica at fault; its role, or the job, only where
+    that does not help. job: every replica of every role; the run continues from the newest checkpoint."""
     evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
-    """Replicas taken down within an hour; at the limit rolecall stops acting and pages on-call."""
+    """Replicas taken down within an hour because of a fault; at the limit rolecall stops acting and pages on-call. A
+    restart of a role or of the job counts the replicas at fault."""
     replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
     """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, which blocks a whole step,
-    would wait for the cold start of a rollout."""
+    would wait for the cold start of a rollout. A restart of a role or of the job waits
+    until nothing else is under repair."""
     retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
-    """Replacements of one replica within an hour; beyond it on-call is paged."""
+    """Replacements of one replica within an hour; beyond it on-call is paged. After as many failed attempts of one
+    incident its role is restarted, then the job."""
     role_share_max: Ratio = 0.5
-    """Largest share of a role under repair at once; one replica is always allowed."""
+    """Largest share of a role under repair at once; one replica is always allowed. Not for restarts of a role or of
+    the job."""
     quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
     """Largest share of the run's nodes that rolecall quarantines by itself after moving a replica away from a fault of
     the node (gpu, network, node_lost). 0: never. Operators may quarantine more."""
@@ -230,6 +237,12 @@ class RecoveryConfig(Section):
     deadman_seconds: Seconds = 60.0
     """Interval of the watch's heartbeat to a webhook or Alertmanager."""
     notify: NotifyConfig = NotifyConfig()
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # The digest of a job without a scope stays that of earlier versions.
+        dumped: dict[str, Any] = handler(self)
+        return {k: v for k, v in dumped.items() if k != "scope" or v != "replica"}
 
 
 DeviceName = Literal["cpu", "cuda"]

@@ -461,8 +461,8 @@ class EvaluationFinished(Payload):
 class ComponentRestarted(Payload):
     """A component of rolecall ended and was restarted."""
 
-    what: Annotated[str, "`agent` or `watch`"]
-    node: Annotated[str, "node of the agent; empty for the watch"]
+    what: Annotated[str, "`agent`, `watch`, or `supervisor`: the whole run was started again"]
+    node: Annotated[str, "node of the agent; empty for the others"]
     because: Annotated[str, "how it ended"]
 
 

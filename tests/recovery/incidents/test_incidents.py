@@ -154,13 +154,19 @@ def test_new_information_undoes_a_plan_but_no_action() -> None:
 
 def test_evictions_count_from_their_start() -> None:
     found = fold(events(*TO_STATE[S.VERIFYING]))
-    assert [(e.replica, e.at, e.under_repair) for e in evictions(found.values(), since=0.0)] == [
-        ("rollout/1", 3.0, True)
-    ]
-    assert len(evictions(found.values(), since=50.0)) == 1, "under repair counts however long it takes"
+    assert [(e.replica, e.at) for e in evictions(found.values(), since=0.0)] == [("rollout/1", 3.0)]
+    assert evictions(found.values(), since=50.0) == []
+    assert [i.under_repair for i in found.values()] == [{"rollout/1"}], "however long it takes"
     done = fold(events(*TO_STATE[S.VERIFYING], K.INCIDENT_CLOSED))
-    assert [e.under_repair for e in evictions(done.values(), since=0.0)] == [False]
-    assert evictions(done.values(), since=50.0) == []
+    assert [i.under_repair for i in done.values()] == [frozenset()]
+    assert len(evictions(done.values(), since=0.0)) == 1
+
+
+def test_of_a_restart_only_the_replica_at_fault_counts() -> None:
+    targets = tuple(replace(PLAN.targets[0], replica=ReplicaId(r)) for r in ("rollout/0", "rollout/1"))
+    restart = replace(PLAN, action=ActionKind.RESTART_ROLE, targets=targets)
+    (incident,) = fold(events(*TO_STATE[S.OPEN])).values()
+    assert incident.at_fault(PLAN) == incident.at_fault(restart) == {"rollout/1"}
 
 
 def test_a_long_story_is_cut() -> None:

@@ -18,6 +18,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
 from rolecall.rl_runtime.cluster import reconcile as decision
 from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
+from rolecall.rl_runtime.cluster.operations import DRAIN_SECONDS
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.device import Hardware
@@ -346,3 +347,38 @@ def test_a_replacement_begins_when_the_ranks_of_its_former_incarnations_are_gone
         for process in ranks:
             process.kill()
             process.wait()
+
+
+def test_a_run_that_was_cut_off_starts_the_next_incarnation_of_every_replica(rig: Rig) -> None:
+    placed = decision.place(rig.supervisor.job)
+    rig.supervisor._write_run(placed)
+    for replica in placed:
+        rig.until(replica, 1, S.READY)
+    for process in rig.actors.processes.values():
+        process.kill()
+        process.wait()
+    again = Supervisor(rig.run, rig.supervisor.job, actors=rig.actors, hardware=Hardware(gpus=(), is_cuda_build=False))
+    again._held = frozenset()
+    again._continue_run()
+    rig.supervisor = again
+    for replica, node in placed.items():
+        rig.until(replica, 2, S.READY)
+        wanted = rig.journal.desired()[replica]
+        assert (wanted.incarnation, wanted.node, wanted.prefer_standby) == (2, node, False)
+    former = rig.actual("trainer/0", 1)
+    assert former is not None and former.state is S.LOST
+    assert len(rig.events(EventKind.RUN_STARTED)) == len(rig.events(EventKind.COMPONENT_RESTARTED)) == 1
+
+
+def test_a_rollout_is_not_drained_without_a_controller(rig: Rig) -> None:
+    """Its tokens would be taken by nobody: the whole job is being restarted."""
+    rig.want("controller/0")
+    rig.want("rollout/0", node="node-3")
+    rig.until("controller/0", 1, S.READY)
+    old = rig.until("rollout/0", 1, S.READY)
+    rig.want("controller/0", 2)
+    rig.until("controller/0", 1, S.LOST)
+    rig.actors.hold.clear()  # the next controller does not work yet
+    began = rig.supervisor.clock.monotonic()
+    rig.supervisor._operations._let_drain(old)
+    assert rig.supervisor.clock.monotonic() - began < DRAIN_SECONDS

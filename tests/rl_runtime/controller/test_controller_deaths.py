@@ -73,6 +73,24 @@ def test_controllers_die_one_after_the_other_while_the_fleet_is_hurt(tmp_path: P
     assert len(w.controllers) == 4
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_job_whose_replicas_all_end_at_once_continues_from_its_newest_checkpoint(tmp_path: Path, seed: int) -> None:
+    async def script(w: World) -> None:
+        while len(w.events(EventKind.STEP_COMMITTED)) < 6 + seed:
+            await asyncio.sleep(0.05)
+        w.mortalities[-1].dies_at = 0
+        for replica in ("trainer/0", "trainer/1", "rollout/0", "rollout/1", "rollout/2", "reward/0", "reward/1"):
+            w.fleet.kill(replica)
+
+    job = small_job(num_steps=12, checkpoint__every_steps=4)
+    w = World(job=job, path=tmp_path, seed=seed, script=script).run()
+    w.check()
+    assert len(w.controllers) == 2
+    (went_back,) = w.events(EventKind.STEP_INTERRUPTED)[-1:]
+    assert went_back["step"] in (4, 8) and "state taken from" in went_back["because"]
+    assert len(w.events(EventKind.STEP_COMMITTED)) > 12, "steps after the checkpoint are trained again"
+
+
 def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) -> None:
     """Streams are open when the controller dies; the next one starts nothing over that an engine still holds."""
     streaming: list[int] = []

@@ -1,0 +1,511 @@
+"""What does a fault cost when one replica is replaced, and what when the whole job is restarted?
+
+    python benchmarks/ettr.py                                   all arms, three seeds; hours
+    python benchmarks/ettr.py --steps 20 --microbatches 8 --percent 10 --seeds 1    a trial
+    python benchmarks/ettr.py --report-only                     the report again
+
+Arms, each with the same job, seed and schedule of kills:
+
+    none   no faults: the seconds to N steps to compare with
+    role   the replica is replaced (recovery.scope: replica)
+    warm   the job is restarted from its newest checkpoint on the running cluster (recovery.scope: job)
+    cold   mode observe: once the fault is found everything is ended (supervisor killed, `rolecall down`) and started
+           again (`rolecall up`), the cluster too
+
+One fault falls into each PERCENT of the steps, as in RobustRL (arXiv 2512.22492): at a random step of this part, at a
+random moment of the step, killing a trainer, a rollout, or either. ETTR is the project's accounting
+(rolecall/views/ettr.py): by the paper's formula, and with lost rollouts counted too. Work that is trained again counts
+as effective in both, so seconds to N steps are the honest number.
+
+Arms take turns within a seed. Each run is a line of `results/ettr.jsonl`; what is there for this commit and these
+settings is not run again. No run begins after --minutes.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import common
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.errors import InjectionRefused, JournalError
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.rundir import RunDir
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.rl_runtime.faults.injector import inject
+from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
+from rolecall.views.incidents import InjectedFault, parse_injections, summarize_incidents
+from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
+from rolecall.watch.run import agent_urls
+
+LINES = common.RESULTS / "ettr.jsonl"
+RUNS = common.ROOT / "runs"
+ARMS = ("none", "role", "warm", "cold")
+ROLES = {"trainer": ("trainer",), "rollout": ("rollout",), "both": ("trainer", "rollout")}
+PHASES = ("detect", "decide", "restart", "reconnect", "recompute")
+NUM_TRAINERS, NUM_ROLLOUTS = 2, 3
+TRIES_MAX = 2
+"""A run that fails is tried once more."""
+POLL_SECONDS = 0.25
+FIND_SECONDS = 120.0
+"""A fault that is not found in time is left to the run's own end."""
+TARGET_SECONDS = 300.0
+"""A replica that is not at work for so long is not hit: the fault is counted as skipped."""
+END_SECONDS = 60.0
+JOB = """
+name: ettr
+seed: {seed}
+num_steps: {steps}
+injection_allowed: true
+roles: {{trainer: {trainers}, rollout: {rollouts}, reward: 1}}
+algorithm: {{microbatches_per_step: {microbatches}}}
+checkpoint: {{every_steps: {checkpoint_every}}}
+runtime: {{standbys: {standbys}, nodes: {nodes}, startup_timeout_seconds: 300}}
+recovery: {{mode: {mode}, scope: {scope}, evictions_per_hour_max: 1000, retries_per_replica_max: 100}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One fault of the schedule: once `step` is committed, `share` of a step later."""
+
+    step: int
+    share: float
+    role: str
+    index: int
+
+
+def schedule(seed: int, num_steps: int, percent: float, roles: str) -> list[Kill]:
+    """One kill in each `percent` of the steps; the same for the same arguments. None falls into the first step, or so
+    late that its recovery would not show."""
+    rng = random.Random(f"ettr-{seed}-{num_steps}-{percent:g}-{roles}")
+    width = max(2, round(num_steps * percent / 100))
+    kills = []
+    for first in range(0, num_steps - width + 1, width):
+        role = rng.choice(ROLES[roles])
+        number = NUM_TRAINERS if role == "trainer" else NUM_ROLLOUTS
+        step = rng.randrange(first, first + width - 1)
+        kills.append(Kill(step=step, share=rng.random(), role=role, index=rng.randrange(number)))
+    return kills
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+class TokenCounter:
+    """Tokens that the engines of a run generated, as its agents report them; those of dead engines stay counted."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._stop = run, threading.Event()
+        self._tokens: dict[tuple[str, int, int], int] = {}
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        source = AgentsSource(lambda: agent_urls(self._run), SystemClock(), poll_seconds=1.0)
+        source.start()
+        try:
+            while not self._stop.wait(1.0):
+                for batch in source.poll(0.0).batches:
+                    for sample in batch.processes:
+                        if sample.role in ("rollout", "standby"):
+                            process = sample.process
+                            key = (str(process.node), process.pid, process.start_ticks)
+                            self._tokens[key] = max(self._tokens.get(key, 0), sample.tokens)
+        finally:
+            source.close()
+
+    def total(self) -> int:
+        self._stop.set()
+        self._thread.join(END_SECONDS)
+        return sum(self._tokens.values())
+
+
+def rolecall(*argv: str, log: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "rolecall", *argv]
+        return subprocess.Popen(command, stdout=out, stderr=out, env=environment, cwd=common.ROOT)
+
+
+class Driver:
+    """One run: its process, its faults at their time, and in the cold arm its restarts."""
+
+    def __init__(self, arm: str, job: Path, name: str, kills: Sequence[Kill], minutes_max: float) -> None:
+        self._arm, self._name, self._kills = arm, name, list(kills)
+        self._log = RUNS / f"{name}.log"
+        self._minutes = f"{minutes_max:g}"
+        self._ends_at = time.monotonic() + 60 * minutes_max + END_SECONDS
+        self.run = RunDir(RUNS / name)
+        self.killed_at: list[float] = []  # cold restarts, wall seconds
+        self.num_skipped = 0
+        argv = ("run", str(job), "--id", name, "--runs", str(RUNS), "--minutes-max", self._minutes)
+        self._process = rolecall(*argv, log=self._log)
+
+    def drive(self) -> int:
+        """Exit code of the run, with its end."""
+        try:
+            while self._process.poll() is None and time.monotonic() < self._ends_at:
+                if self._kills and self._committed() >= self._kills[0].step:
+                    self._strike(self._kills.pop(0))
+                time.sleep(POLL_SECONDS)
+        finally:
+            if self._process.poll() is None:
+                self._process.terminate()
+                self._process.wait(END_SECONDS)
+        self.num_skipped += len(self._kills)
+        return self._process.returncode or 0
+
+    @contextmanager
+    def journal(self) -> Iterator[Journal]:
+        with closing(Journal(self.run.database_url, create=False)) as journal:
+            yield journal
+
+    def _committed(self) -> int:
+        """The last committed step; -1: none."""
+        try:
+            with self.journal() as journal:
+                last = journal.last(EventKind.STEP_COMMITTED)
+        except (JournalError, OSError):
+            return -1  # the run is being created
+        return last.as_(StepCommitted).step if last is not None else -1
+
+    def _step_seconds(self) -> float:
+        with self.journal() as journal:
+            at = [e.wall_at for e in journal.events(kinds=[EventKind.STEP_COMMITTED])]
+        return statistics.median(b - a for a, b in pairwise(at)) if len(at) > 1 else 0.0
+
+    def _strike(self, kill: Kill) -> None:
+        time.sleep(kill.share * self._step_seconds())
+        deadline = time.monotonic() + TARGET_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            try:
+                record = inject(self.run, f"{kill.role}-kill", f"{kill.role}/{kill.index}")
+            except InjectionRefused:
+                time.sleep(POLL_SECONDS)
+                continue
+            if self._arm == "cold":
+                self._restart_cold(float(record["injected_at"]))
+            return
+        self.num_skipped += 1
+
+    def _restart_cold(self, injected_at: float) -> None:
+        deadline = time.monotonic() + FIND_SECONDS
+        while not self._is_found(injected_at):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                return
+            time.sleep(POLL_SECONDS / 5)
+        self.killed_at.append(time.time())
+        self._process.kill()
+        self._process.wait(END_SECONDS)
+        rolecall("down", self._name, "--runs", str(RUNS), log=self._log).wait(END_SECONDS)
+        argv = ("up", self._name, "--runs", str(RUNS), "--minutes-max", self._minutes)
+        self._process = rolecall(*argv, log=self._log)
+
+    def _is_found(self, injected_at: float) -> bool:
+        with self.journal() as journal:
+            opened = journal.last(EventKind.INCIDENT_OPENED)
+        return opened is not None and opened.wall_at > injected_at
+
+
+def one_run(arm: str, seed: int, percent: float, roles: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs the job once; returns what was measured."""
+    name = f"ettr-{arm}-{seed}-{int(time.time())}"
+    RUNS.mkdir(exist_ok=True)
+    job = RUNS / f"{name}.yaml"
+    job.write_text(
+        JOB.format(
+            seed=seed,
+            steps=options.steps,
+            trainers=NUM_TRAINERS,
+            rollouts=NUM_ROLLOUTS,
+            microbatches=options.microbatches,
+            checkpoint_every=options.checkpoint_every,
+            standbys=options.standbys,
+            nodes=1 + NUM_TRAINERS + NUM_ROLLOUTS + options.standbys,
+            mode="observe" if arm == "cold" else "act",
+            scope="job" if arm == "warm" else "replica",
+        )
+    )
+    kills = schedule(seed, options.steps, percent, roles) if arm != "none" else []
+    driver = Driver(arm, job, name, kills, options.run_minutes)
+    counter = TokenCounter(driver.run)
+    began = time.monotonic()
+    line: dict[str, Any] = {"run_id": name, "exit_code": driver.drive(), "num_faults_wanted": len(kills)}
+    line |= {"seconds": round(time.monotonic() - began, 1), "num_skipped": driver.num_skipped}
+    line["tokens_generated"] = counter.total()
+    report = driver.run.path / "report.json"
+    if report.exists():
+        found = json.loads(report.read_text())
+        line |= {"audit_ok": found["audit"]["ok"], "outcome": found["outcome"]}
+    # Not the exit code: where nothing acts, incidents may be open at the end.
+    line["ok"] = line.get("outcome") == "completed" and line["audit_ok"]
+    with driver.journal() as journal:
+        events, actual = journal.events(), journal.actual()
+    injections = driver.run.injections_path
+    faults = parse_injections(injections.read_text()) if injections.exists() else []
+    return line | measured(events, incarnation_records(events, actual), faults, driver.killed_at)
+
+
+# --- what was measured ------------------------------------------------------------------------------------------------
+
+
+def measured(
+    events: Sequence[Event],
+    known: Mapping[Key, IncarnationRecord],
+    faults: Sequence[InjectedFault],
+    killed_at: Sequence[float],
+) -> dict[str, Any]:
+    """Numbers of one run. `killed_at`: cold restarts, wall seconds. Empty if no step was committed."""
+    committed, began = steps(events), training_began(events)
+    if not committed or began is None:
+        return {}
+    end = committed[-1].at
+    joined = summarize_incidents(events, known, faults)
+    lost = cold_losses(known, faults, killed_at, end) if killed_at else losses(joined, end)
+    every = [e.as_(StepCommitted) for e in events if e.kind is EventKind.STEP_COMMITTED]
+    sizes = {"num_rollouts": NUM_ROLLOUTS, "num_trainers": NUM_TRAINERS}
+    gaps = [b.at - a.at for a, b in pairwise(committed)]
+    recoveries = []
+    for fault in faults:
+        summary = next((s for s in joined.summaries if s.fault == fault), None)
+        if summary is None:
+            continue
+        kill = next((at for at in killed_at if at > fault.injected_at), None)
+        started = kill if kill is not None else summary.incident.action_started_at
+        made = (
+            [r for r in summary.replacements if r.replica.partition("/")[0] in ("trainer", "rollout")]
+            if kill is None
+            else [r for r in known.values() if _is_made_after(r, kill, killed_at)]
+        )
+        recoveries.append(_recovery(events, fault, summary.detected_at, started, made))
+    return {
+        "num_steps": len(committed),
+        "seconds_to_n": end - began,
+        "ettr": ettr(began, end, lost, **sizes, count_rollouts=False),
+        "ettr_with_rollouts": ettr(began, end, lost, **sizes),
+        "step_seconds": statistics.median(gaps) if gaps else None,
+        "tokens_trained": sum(s.num_tokens for s in committed),
+        "tokens_trained_again": sum(c.tokens for c in every) - sum(s.num_tokens for s in committed),
+        "steps_trained_again": len(every) - len(committed),
+        "num_faults": len(faults),
+        "num_missed": len(joined.missed),
+        "false_alarms": len(joined.false_alarms),
+        "recoveries": recoveries,
+    }
+
+
+def _is_made_after(record: IncarnationRecord, kill: float, killed_at: Sequence[float]) -> bool:
+    following = min((at for at in killed_at if at > kill), default=float("inf"))
+    return record.role in ("trainer", "rollout") and kill < (record.starting_at or 0.0) < following
+
+
+def cold_losses(
+    known: Mapping[Key, IncarnationRecord],
+    faults: Sequence[InjectedFault],
+    killed_at: Sequence[float],
+    end: float,
+) -> list[Loss]:
+    """From a fault to the kill the replica is lost, as in the project's accounting; then every replica until it serves
+    again."""
+    replicas = [f"trainer/{n}" for n in range(NUM_TRAINERS)] + [f"rollout/{n}" for n in range(NUM_ROLLOUTS)]
+    found = []
+    for kill in killed_at:
+        hit = [f for f in faults if f.injected_at < kill][-1:]
+        found += [Loss(replica=r, since=f.injected_at, until=kill, stalled_until=kill) for f in hit for r in f.hit]
+        for replica in replicas:
+            at = [r.serving_at for r in known.values() if r.replica == replica and r.serving_at is not None]
+            until = min((t for t in at if kill < t < end), default=end)
+            found.append(Loss(replica=replica, since=kill, until=until, stalled_until=until, by_restart=True))
+    return found
+
+
+def _recovery(
+    events: Sequence[Event],
+    fault: InjectedFault,
+    detected_at: float,
+    started_at: float | None,
+    made: Sequence[IncarnationRecord],
+) -> dict[str, Any]:
+    """Phases of one recovery in seconds; `whole`: from the fault until the step that it interrupted is committed."""
+    commits = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
+    interrupted = max((step for at, step in commits if at <= fault.injected_at), default=-1) + 1
+    again = next((at for at, step in commits if at > fault.injected_at and step == interrupted), None)
+    ready = max((r.ready_at for r in made if r.ready_at is not None), default=None)
+    serving = max((r.serving_at for r in made if r.serving_at is not None), default=None)
+    marks = [fault.injected_at, detected_at, started_at, ready, serving, again]
+    found: dict[str, Any] = {"role": fault.kind.removesuffix("-kill")}
+    for phase, since, until in zip(PHASES, marks, marks[1:], strict=False):
+        # Survivors may commit the step before the replacement serves: nothing is computed again then.
+        found[phase] = None if since is None or until is None else max(0.0, until - since)
+    return found | {"whole": None if again is None else again - fault.injected_at}
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float | None], digits: int = 1) -> str:
+    """`median (least to most)`."""
+    known = [v for v in values if v is not None]
+    if not known:
+        return "-"
+    least, most = (f"{v:.{digits}f}" for v in (min(known), max(known)))
+    return f"{statistics.median(known):.{digits}f} ({least} to {most})"
+
+
+def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
+    first = lines[0]["settings"]
+    config = ", ".join(f"{name} {value:g}" for name, value in first.items())
+    seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
+    about = f"{NUM_TRAINERS} trainers, {NUM_ROLLOUTS} rollouts, {config}"
+    text = common.header("ETTR: a replica replaced, or the whole job restarted", about, seeds, of_commit)
+    good = [x for x in lines if x["ok"]]
+    free = {x["seed"]: x for x in good if x["arm"] == "none"}
+    steps_free = [x["step_seconds"] for x in free.values() if x.get("step_seconds")]
+    step_seconds = statistics.median(steps_free) if steps_free else None
+    text += [
+        (
+            "Median (least to most) over runs. ETTR: the paper's formula; with rollouts: a lost rollout counts too. "
+            "Tokens beyond: generated beyond the same seed's run without faults. Trained again: counts as effective."
+        ),
+        "",
+        f"A step without faults takes {spread(steps_free)} s.",
+        "",
+        (
+            "| fault in each | of | arm | runs | faults | ETTR | with rollouts | s to N steps | longer than without, % "
+            "| tokens beyond | tokens trained again | steps trained again |"
+        ),
+        "|---" * 12 + "|",
+    ]
+    for percent, roles, arm, group in _groups(good):
+        longer = [100 * (x["seconds_to_n"] / free[x["seed"]]["seconds_to_n"] - 1) for x in group if x["seed"] in free]
+        beyond = [x["tokens_generated"] - free[x["seed"]]["tokens_generated"] for x in group if x["seed"] in free]
+        text.append(
+            f"| {f'{percent:g} %' if percent else '-'} | {roles or '-'} | {arm} | {len(group)} "
+            f"| {sum(x['num_faults'] for x in group)} | {spread([x['ettr'] for x in group], 3)} "
+            f"| {spread([x['ettr_with_rollouts'] for x in group], 3)} | {spread([x['seconds_to_n'] for x in group])} "
+            f"| {spread(longer)} | {spread(beyond, 0)} | {spread([x['tokens_trained_again'] for x in group], 0)} "
+            f"| {spread([x['steps_trained_again'] for x in group], 0)} |"
+        )
+    text += [
+        "",
+        "## Recoveries",
+        "",
+        "Seconds. Whole: from the fault until the step that it interrupted is committed.",
+        "",
+    ]
+    text += [
+        "| arm | killed | n | " + " | ".join(PHASES) + " | whole | whole / step |",
+        "|---" * (len(PHASES) + 5) + "|",
+    ]
+    for arm in ARMS[1:]:
+        for role in ROLES["both"]:
+            found = [r for x in good if x["arm"] == arm for r in x["recoveries"] if r["role"] == role]
+            if found:
+                whole = [r["whole"] for r in found]
+                ratio = [w / step_seconds for w in whole if w is not None] if step_seconds else []
+                cells = [spread([r[phase] for r in found], 2) for phase in PHASES]
+                text.append(
+                    f"| {arm} | {role} | {len(found)} | {' | '.join(cells)} | {spread(whole)} | {spread(ratio, 2)} |"
+                )
+    for what, key in (
+        ("not hit in time", "num_skipped"),
+        ("not found", "num_missed"),
+        ("false alarms", "false_alarms"),
+    ):
+        text += ["", f"Faults {what}: {sum(x[key] for x in good)}." if key != "false_alarms" else
+                 f"False alarms: {sum(x[key] for x in good)}."]  # fmt: skip
+    text += ["", f"Audit holds in {sum(bool(x.get('audit_ok')) for x in good)} of {len(good)} runs."]
+    failures = [x for x in lines if not x["ok"]]
+    return text + [line for x in failures for line in ("", f"Failed: {x['run_id']}, exit code {x['exit_code']}.")]
+
+
+def _groups(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, str, list[dict[str, Any]]]]:
+    found: dict[tuple[float, str, int], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        found[-line["percent"], line["roles"], ARMS.index(line["arm"])].append(line)
+    for (percent, roles, arm), group in sorted(found.items()):
+        yield -percent, roles, ARMS[arm], group
+
+
+# --- all runs ---------------------------------------------------------------------------------------------------------
+
+
+def planned(options: argparse.Namespace) -> Iterator[tuple[str, int, float, str]]:
+    """(arm, seed, percent, roles) of every run: arms take turns, and none is always first."""
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        if "none" in options.arms:
+            yield "none", seed, 0.0, ""
+        arms = [arm for arm in options.arms if arm != "none"]
+        for number, percent in enumerate(options.percent):
+            for arm in arms[(seed + number) % len(arms) :] + arms[: (seed + number) % len(arms)] if arms else []:
+                yield arm, seed, percent, options.roles
+
+
+def read_lines() -> list[dict[str, Any]]:
+    return [json.loads(text) for text in LINES.read_text().splitlines()] if LINES.exists() else []
+
+
+def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commit: str) -> None:
+    ends_at = time.monotonic() + 60 * options.minutes
+    for arm, seed, percent, roles in planned(options):
+        key = {"commit": of_commit, "arm": arm, "seed": seed, "percent": percent, "roles": roles, "settings": settings}
+        before = [x for x in read_lines() if {name: x[name] for name in key} == key]
+        if any(x["ok"] for x in before) or len(before) >= TRIES_MAX:
+            continue
+        if time.monotonic() > ends_at:
+            print("out of time: call again to go on", flush=True)
+            return
+        line = key | one_run(arm, seed, percent, roles, options)
+        with LINES.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = {name: line.get(name) for name in ("ok", "exit_code", "seconds", "seconds_to_n", "ettr", "num_faults")}
+        print(f"{arm}, seed {seed}, {percent:g} % {roles}: {shown}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--microbatches", type=int, default=96, help="of a step: sets how long it takes")
+    parser.add_argument("--checkpoint-every", type=int, default=1, help="steps")
+    parser.add_argument("--standbys", type=int, default=1)
+    parser.add_argument("--percent", type=float, nargs="+", default=[10.0, 5.0, 2.0])
+    parser.add_argument("--roles", choices=ROLES, default="both", help="what is killed")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--run-minutes", type=float, default=240.0, help="limit of one run")
+    parser.add_argument("--minutes", type=float, default=1440.0, help="no run begins after so long")
+    parser.add_argument("--report-only", action="store_true")
+    parser.add_argument("--commit", default="", help="whose lines to report")
+    options = parser.parse_args()
+    of_commit = options.commit or common.commit()
+    names = ("steps", "microbatches", "checkpoint_every", "standbys")
+    settings = {name: getattr(options, name) for name in names}
+    if not options.report_only:
+        run_all(options, settings, of_commit)
+    lines = [x for x in read_lines() if x["commit"] == of_commit and x["settings"] == settings]
+    if not lines:
+        print("no run of this commit with these settings")
+        return 1
+    print(common.write("ettr", report(lines, of_commit)))
+    return 0 if all(x["ok"] for x in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

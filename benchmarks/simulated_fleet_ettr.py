@@ -1,6 +1,6 @@
 """Which ETTR does each way to recover reach, on how many GPUs? Simulated (`rolecall/simulate/`).
 
-    python benchmarks/simulated_fleet_ettr.py [--seeds 20] [--days 30]
+    python benchmarks/simulated_fleet_ettr.py [--seeds 12] [--days 30]
 
 All defaults of the settings, with their published sources; arms are compared under the same faults, each with the
 checkpoint period that loses least. Four curves with bands (quartiles, and the interval of 95 % of the runs): ETTR and
@@ -20,13 +20,16 @@ from pictures import Band, bands
 from rolecall.core.text import counted
 from rolecall.simulate.faults import TRAINER, StageSeconds
 from rolecall.simulate.measured import MeasuredFault, MeasuredRun, simulate_measured
-from rolecall.simulate.plan import EVERY_STEPS
 from rolecall.simulate.settings import ARMS, ArmSettings, SimulationSettings, resized
 from rolecall.simulate.simulator import LOSSES, Account
 from rolecall.simulate.standbys import standbys
 from rolecall.simulate.study import accounts, costs, interval, result
 
+EVERY_STEPS = (1, 2, 5, 20, 100)
+"""Checkpoint periods that are compared."""
 SIZES = (1_024, 4_096, 16_384, 32_768, 65_536, 100_000)
+NUM_SEARCH = 2
+"""Runs from which the period is chosen: all periods meet the same faults."""
 MIDDLE_SIZE = 16_384
 """Of Llama 3's fleet, from which the rate of trainer faults comes."""
 DETECTION_SECONDS = (0.0, 15.0, 60.0, 120.0, 300.0, 600.0, 1_800.0)
@@ -81,7 +84,7 @@ def by_size(base: SimulationSettings, num_seeds: int) -> tuple[dict[str, Curve],
     for gpus in SIZES:
         settings = resized(base, gpus)
         for name, arm in settings.arms.items():
-            chosen = best_period(settings, arm, max(2, num_seeds // 4))
+            chosen = best_period(settings, arm, NUM_SEARCH)
             found = accounts(settings, chosen, num_seeds)
             curves[name][gpus] = found
             of = result(name, found)
@@ -100,7 +103,7 @@ def across(
 ) -> dict[str, Curve]:
     found: dict[str, Curve] = {}
     for name, arm in base.arms.items():
-        chosen = best_period(base, arm, max(2, num_seeds // 4))
+        chosen = best_period(base, arm, NUM_SEARCH)
         found[name] = {value: accounts(changed(value), chosen, num_seeds) for value in values}
     return found
 
@@ -124,7 +127,7 @@ def prices(base: SimulationSettings, num_seeds: int) -> Iterator[str]:
         "finding silent faults saves, GPU-hours a day | evictions pay up to, false alarms per 1,000 machine-days |"
     )
     yield "|---|---|---|---|---|"
-    answers = {n: costs(base, best_period(base, a, max(2, num_seeds // 4)), num_seeds) for n, a in base.arms.items()}
+    answers = {n: costs(base, best_period(base, a, NUM_SEARCH), num_seeds) for n, a in base.arms.items()}
     for name, of in answers.items():
         limit = of.eviction.per_1000_machine_days
         yield (
@@ -203,7 +206,7 @@ def robustrl(num_seeds: int) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=12)
     parser.add_argument("--days", type=float, default=30.0)
     args = parser.parse_args()
     base = SimulationSettings().changed(days=args.days)

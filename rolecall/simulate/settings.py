@@ -61,7 +61,9 @@ class ByRole(Section):
     """Seconds of one stage, by the role that lost a replica."""
 
     trainer: SimulatedSeconds
+    """After a fault of a trainer."""
     rollout: SimulatedSeconds
+    """After a fault of a rollout."""
 
 
 class ScaledSeconds(Section):

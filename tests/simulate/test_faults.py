@@ -10,14 +10,14 @@ from rolecall.simulate.simulator import simulate
 
 
 def settings(**faults: Any) -> SimulationSettings:
-    return SimulationSettings.model_validate({"days": 200, "faults": faults})
+    return SimulationSettings.model_validate({"days": 100, "faults": faults})
 
 
 def test_the_rates_are_those_of_the_settings() -> None:
     of = settings(machine_share=0.5, implicit_share=0.25, burst_sizes={1: 3, 4: 1}, offender_share=0.0)
     drawn = draw_scenario(of, 1).faults
     by_role = {role: [f for f in drawn if f.role == role] for role in (TRAINER, ROLLOUT)}
-    hours = 200 * 24
+    hours = 100 * 24
     assert len(by_role[TRAINER]) == pytest.approx(1.97e-5 * 2048 * hours, rel=0.25)
     assert len(by_role[ROLLOUT]) == pytest.approx(1.31e-5 * 2048 * hours, rel=0.25)
     assert [f.at for f in drawn] == sorted(f.at for f in drawn) and drawn[-1].at < of.seconds

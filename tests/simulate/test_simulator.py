@@ -189,7 +189,7 @@ def test_one_component_is_up_as_often_as_renewal_theory_says(seed: int) -> None:
     of = settings(
         trainers=1,
         rollouts=0,
-        seconds=4e6,
+        seconds=2e6,
     )
     rate = 1 / 1000.0
     rng = random.Random(seed)
@@ -205,7 +205,7 @@ def test_the_checkpoint_period_of_young_loses_less_than_shorter_and_longer_ones(
     of = settings(
         trainers=1,
         rollouts=0,
-        seconds=4e6,
+        seconds=2e6,
         step_seconds=10.0,
         checkpoint={"blocking_seconds": 5.0, "write_seconds": 0.0},
     )

@@ -34,11 +34,11 @@ def test_the_smaller_the_fault_domain_the_higher_ettr_and_goodput() -> None:
 def test_a_second_of_detection_costs_what_stands_still() -> None:
     """A second in which trainers stand still costs the whole fleet: what rollouts generate meanwhile is waited for or
     lost later."""
-    rates = {"trainer_per_gpu_hour": 1.97e-5, "rollout_per_gpu_hour": 0.0}
+    rates = {"trainer_per_gpu_hour": 1e-4, "rollout_per_gpu_hour": 0.0}
     of = FLEET.changed(faults=rates)
-    a_day = 1.97e-5 * 2048 * 24
-    for name in ("replica", "restart_warm"):
-        assert detection_value(of, ARMS[name], 20) == pytest.approx(a_day * 4096 / 3600, rel=0.1)
+    a_day = 1e-4 * 2048 * 24
+    for name, tolerance in (("replica", 0.1), ("restart_warm", 0.25)):  # where in a step the later faults lie is noise
+        assert detection_value(of, ARMS[name], 20) == pytest.approx(a_day * 4096 / 3600, rel=tolerance)
 
 
 def test_evictions_pay_up_to_a_rate_of_false_alarms_that_is_higher_for_smaller_domains() -> None:

@@ -43,7 +43,7 @@ app = Commands()
         "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
         "rolecall doctor --agents http://node-2:9477       # compare clocks",
         "rolecall doctor job.yaml                   # does the job fit this machine?",
-        "rolecall doctor job.yaml --plan --gpus 4096     # standbys, checkpoints, ETTR",
+        "rolecall doctor job.yaml --plan --gpus 4096   # standby machines, ETTR",
     )
 )
 def doctor(
@@ -64,7 +64,7 @@ def doctor(
     credentials: CredentialsOption = None,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="With JOB: standbys, checkpoint period and ETTR to expect on a fleet, simulated."),
+        typer.Option("--plan", help="With JOB: standby machines, checkpoint period and ETTR on a fleet, simulated."),
     ] = False,
     gpus: GpusOption = None,
     step_seconds: Annotated[

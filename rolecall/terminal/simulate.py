@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.core.text import counted, plain, seconds
-from rolecall.simulate.plan import FleetPlan
+from rolecall.simulate.plan import EVERY_STEPS, FleetPlan
 from rolecall.simulate.settings import SimulationSettings
 from rolecall.simulate.standbys import standbys
 from rolecall.simulate.study import ArmResult, Costs, Interval
@@ -18,7 +18,7 @@ from rolecall.terminal.console import SOFT, STRONG
 def comparison(
     settings: SimulationSettings, num_seeds: int, results: Sequence[ArmResult], costs: Mapping[str, Costs]
 ) -> RenderableType:
-    """ETTR and goodput of each arm, where its GPU-hours went, and `costs` if there are any."""
+    """ETTR and goodput of each arm, where its GPU-hours went, and `costs` if there are any. Loads: of checkpoints."""
     parts: list[RenderableType] = [*_head(settings, num_seeds), Text()]
     parts += [_shares(results), Text(), Text("GPU-hours lost, mean of the runs", STRONG), _lost(results)]
     for name, answer in costs.items():
@@ -29,18 +29,18 @@ def comparison(
 def plan(found: FleetPlan) -> RenderableType:
     """Standbys, then one row for each arm."""
     parts: list[RenderableType] = [*_head(found.settings, found.num_seeds), Text()]
-    table = _made_table("arm", "checkpoint", "by Young", "by Daly", "ETTR", "goodput")
+    table = _made_table("arm", "checkpoint", "by Young", "by Daly", "ETTR, %", "goodput, %")
     for name, arm in found.arms.items():
         table.add_row(
             Text(plain(name)),
-            f"every {counted(arm.every_steps, 'step')}",
-            *(seconds(value, "no load") for value in (arm.young_seconds, arm.daly_seconds)),
+            counted(arm.every_steps, "step"),
+            *(seconds(value, "not loaded") for value in (arm.young_seconds, arm.daly_seconds)),
             _percents(arm.expected.ettr),
             _percents(arm.expected.goodput),
         )
     notes = (
-        "checkpoint: the period that loses least in simulation. by Young, by Daly: seconds of work between checkpoints",
-        "from how often work since a checkpoint was lost.",
+        f"checkpoint: of periods of {', '.join(map(str, EVERY_STEPS))} steps the one that loses least in simulation",
+        "by Young, by Daly: work between checkpoints, from how often one was loaded",
     )
     return Group(*parts, table, *(Text(note, SOFT) for note in notes))
 
@@ -56,8 +56,8 @@ def _head(settings: SimulationSettings, num_seeds: int) -> Iterable[Text]:
         f"{counted(num_seeds, 'run')} of {settings.days:g} days, steps of {seconds(settings.step_seconds)}; median and "
         "the interval that holds 95 % of the runs"
     )
-    pool = [f"{counted(n, 'machine')} for {role}s" for role, n in standbys(settings).items() if n]
-    yield Text(f"warm standbys: {', '.join(pool) or 'none'}")
+    pool = [f"{n} for {role}s" for role, n in standbys(settings).items() if n]
+    yield Text(f"standby machines: {', '.join(pool) or 'none'}")
 
 
 def _made_table(*columns: str) -> Table:
@@ -68,25 +68,26 @@ def _made_table(*columns: str) -> Table:
 
 
 def _shares(results: Sequence[ArmResult]) -> Table:
-    table = _made_table("arm", "ETTR", "ETTR of the paper", "goodput", "faults", "loads")
+    table = _made_table("arm", "ETTR, %", "goodput, %", "faults", "loads")
     for row in results:
-        shares = (row.ettr, row.ettr_of_paper, row.goodput)
         numbers = f"{row.num_faults.median:,.0f}", f"{row.num_checkpoint_loads:,.1f}"
-        table.add_row(Text(plain(row.arm)), *map(_percents, shares), *numbers)
+        table.add_row(Text(plain(row.arm)), _percents(row.ettr), _percents(row.goodput), *numbers)
     return table
 
 
 def _percents(found: Interval) -> str:
-    return f"{100 * found.median:.2f} % ({100 * found.low:.2f} to {100 * found.high:.2f})"
+    return f"{100 * found.median:.2f} ({100 * found.low:.2f} to {100 * found.high:.2f})"
 
 
 def _lost(results: Sequence[ArmResult]) -> Table:
+    """One column for each arm, so that it fits into 80 columns."""
+    table = _made_table("", *(plain(row.arm) for row in results))
     uses = list(results[0].lost_gpu_hours) if results else []
-    table = _made_table("arm", *uses, "all", "of", "standby")
-    for row in results:
-        lost = [row.lost_gpu_hours[use] for use in uses]
-        hours = (*lost, sum(lost), row.gpu_hours, row.standby_gpu_hours)
-        table.add_row(Text(plain(row.arm)), *(f"{value:,.0f}" for value in hours))
+    for use in uses:
+        table.add_row(use, *(f"{row.lost_gpu_hours[use]:,.0f}" for row in results))
+    table.add_row("together", *(f"{sum(row.lost_gpu_hours.values()):,.0f}" for row in results))
+    table.add_row("of", *(f"{row.gpu_hours:,.0f}" for row in results))
+    table.add_row("standby machines", *(f"{row.standby_gpu_hours:,.0f}" for row in results))
     return table
 
 
@@ -107,6 +108,6 @@ def _costs(found: Costs) -> Iterable[Text]:
     for row in found.standbys:
         sizes = ", ".join(f"{n} for {role}s" for role, n in row.standbys.items())
         yield Text(
-            f"  standbys {sizes}: {row.standby_gpu_hours_per_day:,.0f} GPU-hours a day of their own, "
+            f"  standby machines {sizes}: {row.standby_gpu_hours_per_day:,.0f} GPU-hours a day of their own, "
             f"{row.lost_gpu_hours_per_day:,.0f} lost by the job"
         )

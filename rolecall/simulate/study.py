@@ -5,8 +5,7 @@ An interval holds 95 % of the simulated runs: what one's own run may be, not how
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rolecall.core.errors import ConfigError
 from rolecall.simulate.faults import ROLLOUT, TRAINER, draw_scenario
@@ -61,9 +60,6 @@ class ArmResult:
     useful_gpu_hours: float
     lost_gpu_hours: Mapping[str, float]
     standby_gpu_hours: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def arm_of(settings: SimulationSettings, name: str) -> ArmSettings:
@@ -161,10 +157,6 @@ class StandbyCost:
     standbys: Mapping[str, int]
     standby_gpu_hours_per_day: float
     lost_gpu_hours_per_day: float
-
-    @property
-    def total(self) -> float:
-        return self.standby_gpu_hours_per_day + self.lost_gpu_hours_per_day
 
 
 def standby_costs(

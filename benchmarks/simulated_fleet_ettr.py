@@ -197,9 +197,10 @@ def robustrl(num_seeds: int) -> Iterator[str]:
     faster = [100 * (1 - means["role", 1] / means["restart_warm", every]) for every in (1, 5)]
     yield (
         f"Simulated, the role's way takes {faster[0]:.1f} % less time than a restart with a checkpoint each step, and "
-        f"{faster[1]:.1f} % less than one with a checkpoint every 5 steps; published are 8.4 to 17.4 %. ETTR is higher than "
-        "published in both: recoveries of five minutes, once an hour, cannot bring it to 60 %, so that the paper's includes "
-        "other time. Differences between ways to recover can be compared with the paper, the level of ETTR cannot."
+        f"{faster[1]:.1f} % less than one with a checkpoint every 5 steps; published are 8.4 to 17.4 %. ETTR is higher "
+        "than published in both: recoveries of five minutes, once an hour, cannot bring it to 60 %, so that the "
+        "paper's includes other time. Differences between ways to recover can be compared with the paper, the level "
+        "of ETTR cannot."
     )
     yield ""
 

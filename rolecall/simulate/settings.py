@@ -37,7 +37,7 @@ class FaultDomain(StrEnum):
     JOB = "job"
 
 
-BURST_SIZES = {1: 396, 2: 25, 3: 2, 4: 1, 5: 2, 6: 1, 9: 1}
+BURST_SIZES: dict[int, float] = {1: 396, 2: 25, 3: 2, 4: 1, 5: 2, 6: 1, 9: 1}
 """Machines -> number of bursts, of those that began within 5 min of each other. [trace]"""
 AHEAD_STEPS = {Mode.ASYNC: 1.0, Mode.SEMI_SYNC: 0.5, Mode.SYNC: 0.0}
 """Steps that rollouts generate ahead while no trainer works. [RobustRL]: async trains one step behind, semi-sync lets

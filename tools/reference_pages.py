@@ -137,6 +137,48 @@ recovery: {{mode: act, horizon_seconds: 3600, webhook_url: "http://127.0.0.1:999
     return head + "\n".join(_section(JobConfig, ()))
 
 
+def simulation_file_page() -> str:
+    """`simulation-file.md`: every field of the settings of a simulated run, and the default arms."""
+    import yaml
+
+    from rolecall.simulate.settings import ARMS, SimulationSettings
+
+    arms = {name: arm.model_dump(mode="json", exclude_defaults=True) for name, arm in ARMS.items()}
+    head = f"""# Simulation file
+
+Generated from `rolecall/simulate/settings.py` by `{COMMAND}`.
+
+`rolecall simulate run SETTINGS.yaml` and `rolecall doctor JOB --plan --settings SETTINGS.yaml` read a YAML mapping. Every
+field has a default with its source: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293; [RobustRL]
+arXiv 2512.22492; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD, SIGCOMM 2025; the fit is
+`benchmarks/fit_base_rates.py`); [assumed] a plausible choice. What is simulated: [plan a fleet](../howto/plan.md).
+
+```yaml
+mode: async
+trainer: {{replicas: 16, gpus_per_replica: 128}}
+rollout: {{replicas: 512, gpus_per_replica: 4}}
+step_seconds: 240
+detection: {{explicit_seconds: 1, implicit: {{trainer: 15, rollout: 10}}}}
+arms:
+  mine: {{fault_domain: replica, restart_trainer: 60, restart_rollout: 20, reconnect: {{trainer: 5, rollout: 5}}}}
+```
+
+## Top level
+
+"""  # noqa: E501
+    shown = yaml.safe_dump(arms, sort_keys=False)
+    tail = f"""
+
+## Arms compared by default
+
+Sources: comments in `rolecall/simulate/settings.py`.
+
+```yaml
+{shown}```
+"""
+    return head + "\n".join(_section(SimulationSettings, ())) + tail
+
+
 def agent_file_page() -> str:
     """`agent-file.md`: `agent.yaml` as `rolecall agent --explain` prints it, for root on a node called gpu-017."""
     from rolecall.agent.settings import explain
@@ -375,6 +417,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "http-api.md": http_api_page,
     "job-file.md": job_file_page,
     "metrics.md": metrics_page,
+    "simulation-file.md": simulation_file_page,
 }
 
 

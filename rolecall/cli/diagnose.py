@@ -1,4 +1,4 @@
-"""Commands on recordings and dumps: diagnose, fit, simulate."""
+"""Commands on recordings and dumps: diagnose, fit."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import Commands, HelpGroup, JsonOption, examples, out, present, progress
+from rolecall.cli.options import Commands, JsonOption, examples, out, present, progress
 from rolecall.core.errors import ConfigError, UnreadableInput
-from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.detector.panels.panel import PanelDetector
@@ -153,27 +152,3 @@ def fit(
     else:
         raise ConfigError([f"--detector: {detector!r} cannot be fitted; sequential and minder can"])
     return 0
-
-
-simulate = Commands(cls=HelpGroup, no_args_is_help=True, help="Generate recordings with known faults.")
-
-
-@simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))
-def simulate_fleet(
-    folder: Annotated[Path, typer.Argument(help="New folder for the recordings.", metavar="FOLDER")],
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 1,
-    tasks: Annotated[int, typer.Option(min=0, help="Number of tasks with a fault.")] = 10,
-    healthy: Annotated[int, typer.Option(min=0, help="Number of tasks without a fault.")] = 2,
-    machines_max: Annotated[int, typer.Option(min=4, max=1500, help="Machines of the largest task.")] = 128,
-) -> int:
-    """Write simulated training tasks as recordings, each with a label: faulty machine, onset, severity."""
-    from rolecall.diagnose.simulate import simulate_fleet as simulated
-
-    num = simulated(
-        folder, seed=seed, num_tasks=tasks, num_healthy=healthy, num_machines_max=machines_max, progress=progress
-    )
-    out(f"{folder}: {counted(num, 'recording')}")
-    return 0
-
-
-app.add_typer(simulate, name="simulate")

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, watch
+from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, simulate, watch
 from rolecall.cli.options import HelpGroup, out
 from rolecall.core.errors import (
     CommandRefused,
@@ -77,6 +77,7 @@ for name, group in (
     ("notify", notify.notify),
     ("users", dashboard.users),
     ("grafana", grafana.app),
+    ("simulate", simulate.app),
 ):
     app.add_typer(group, name=name)
 

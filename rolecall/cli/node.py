@@ -27,6 +27,7 @@ from rolecall.cli.options import (
     show,
     whoami,
 )
+from rolecall.cli.simulate import GpusOption
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain, utc
 
@@ -42,6 +43,7 @@ app = Commands()
         "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
         "rolecall doctor --agents http://node-2:9477       # compare clocks",
         "rolecall doctor job.yaml                   # does the job fit this machine?",
+        "rolecall doctor job.yaml --plan --gpus 4096   # standby machines, ETTR",
     )
 )
 def doctor(
@@ -60,6 +62,18 @@ def doctor(
         str, typer.Option(help="Other agents, as in `rolecall watch agents`: compare their clocks with this node's.")
     ] = "",
     credentials: CredentialsOption = None,
+    plan: Annotated[
+        bool,
+        typer.Option("--plan", help="With JOB: standby machines, checkpoint period and ETTR on a fleet, simulated."),
+    ] = False,
+    gpus: GpusOption = None,
+    step_seconds: Annotated[
+        float | None, typer.Option("--step-seconds", min=0.01, max=86_400, help="With --plan: a step of the job.")
+    ] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--settings", help="With --plan: settings of `rolecall simulate run`.", metavar="FILE"),
+    ] = None,
     nhc: Annotated[
         bool, typer.Option("--nhc", help="Node-health-check exit codes: 0 ok, 1 warning, 2 broken, 3 unknown.")
     ] = False,
@@ -68,13 +82,19 @@ def doctor(
     """Check this node, or whether a job fits it, and print fixes.
 
     Checks whether the node can be watched. With JOB, compares an estimate of the memory that each process of the job
-    needs with what is free.
+    needs with what is free; with --plan, simulates it on a fleet that meets faults instead.
 
     Exit code 0: nothing is broken; 1: something is; 2: wrong usage, an unreadable agent.yaml, or a mistake in JOB."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
 
+    if plan:
+        if config or pid or agents or credentials or nhc:
+            raise ConfigError(["--plan: not with --config, --pid, --agents, --credentials or --nhc"])
+        return _plan(job, settings, gpus, step_seconds, as_json)
+    if gpus is not None or step_seconds is not None or settings is not None:
+        raise ConfigError(["--gpus, --step-seconds, --settings: only with --plan"])
     if job is not None:
         if config or pid or agents or credentials:
             raise ConfigError(
@@ -87,6 +107,26 @@ def doctor(
     value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
     present(as_json, value, text.checks(checks))
     return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)
+
+
+PLAN_SEEDS = 10
+
+
+def _plan(job: Path | None, file: Path | None, gpus: int | None, step_seconds: float | None, as_json: bool) -> int:
+    from rolecall.core.config.job import load_job
+    from rolecall.simulate.plan import recommend, settings_of_job
+    from rolecall.simulate.settings import SimulationSettings, load_settings, resized
+    from rolecall.terminal import simulate as text
+
+    if job is None:
+        raise ConfigError(["JOB: needed with --plan"])
+    base = load_settings(file) if file else SimulationSettings()
+    found = settings_of_job(load_job(job), base)
+    if step_seconds is not None:
+        found = found.changed(step_seconds=step_seconds)
+    advice = recommend(resized(found, gpus), PLAN_SEEDS)
+    present(as_json, advice.to_dict(), text.plan(advice))
+    return 0
 
 
 def _job_checks(path: Path) -> "tuple[NodeCheck, ...]":

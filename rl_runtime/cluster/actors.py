@@ -234,7 +234,6 @@ class TrainerActor(_Actor):
         else:
             alone = Ranks(device=spawn.device)
             self._served = make_service(spawn, job, address=address, ranks=alone, injection=self._injection)
-        reporter.enter_phase(Phase.WAIT)
 
 
 @_forwards(

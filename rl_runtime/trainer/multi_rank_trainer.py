@@ -4,8 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from rolecall.agent.reporter import reporter
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
+from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.rank_processes import (
@@ -77,9 +79,9 @@ def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], Non
 def make_service(
     spawn: ActorSpec, job: JobConfig, *, address: str, ranks: Ranks, injection: Callable[[], faults.Injection]
 ) -> TrainerService:
-    """A trainer service with the checkpoints of fault injection."""
+    """A trainer service with the checkpoints of fault injection. Ends this rank's start."""
     of_work = injection()
-    return TrainerService(
+    service = TrainerService(
         spawn,
         job,
         address=address,
@@ -89,6 +91,8 @@ def make_service(
         on_stage=of_work.checkpoint,
         on_tensor=partial(injection().checkpoint, faults.WEIGHTS),
     )
+    reporter.enter_phase(Phase.WAIT)
+    return service
 
 
 def _ranks(job: JobConfig, rank: int, at: tuple[str, int], device: DeviceName) -> Ranks:

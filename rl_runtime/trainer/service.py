@@ -155,7 +155,13 @@ class TrainerService:
             WireError: the holder could not provide everything to every rank; nothing was changed.
             ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
-        self._on_stage(COPY)
+        with reporter.phase(Phase.COPY):
+            self._on_stage(COPY)
+            self.replica.load_state(*self._pulled(holder))
+            self._publish(self.replica.state.commit.policy_version)
+
+    def _pulled(self, holder: Holder) -> tuple[dict[str, Tensor], str]:
+        """This rank's part of the state that `holder` has, and its metadata."""
         rank = self._ranks.rank
         lost, tensors, meta = "", dict[str, Tensor](), ""
         try:
@@ -172,8 +178,7 @@ class TrainerService:
             lost = f"rank {rank}: {e}"
         if lost := self._ranks.agree(lost):
             raise WireError(lost)
-        self.replica.load_state(tensors, meta)
-        self._publish(self.replica.state.commit.policy_version)
+        return tensors, meta
 
     def take_snapshot(self) -> int:
         """Copies the whole state, at the first rank, for `write_checkpoint`. Returns its step.

@@ -162,7 +162,9 @@ class DetectorConfig(Section):
     hang_ceiling_seconds: Seconds = 60.0
     """Upper bound of a learned deadline, or three times the median where units are that long."""
     first_unit_seconds: Seconds = 120.0
-    """Deadline of start, compilation and the first unit of work of an incarnation."""
+    """Deadline of start, compilation and the first unit of work of an incarnation. A replacement must have started, and
+    copied the state, within three times the longest start, or copy, that the run has seen of its role, at least 30 s,
+    at most this."""
     slow_ratio: Annotated[float, Field(gt=1)] = 1.5
     """The sequential test detects replicas slower than their peers by this factor; half of its logarithm is allowed
     drift. For a replica without peers at work, compared with its own past alone, all of it is, and the factor is 2 at

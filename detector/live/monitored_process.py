@@ -39,11 +39,17 @@ REFRESH_EVERY = 16
 """New gaps between two recomputations of the P99: sorting 512 numbers for each sample is too expensive."""
 
 
+EFFECTIVE_SHARE = 0.4
+"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
+more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     seconds: float
     text: str  # its derivation, for `because`
     learned: bool
+    effective_share: float = EFFECTIVE_SHARE
 
 
 @dataclass(slots=True)
@@ -116,12 +122,13 @@ FIRST_INCARNATION = 1
 def single_deadline(longest: float | None, incarnation: int, config: DetectorConfig) -> Deadline:
     """Of a phase that an incarnation is in once: max(floor, 3 x the longest of its role), at most the first-unit
     deadline. That one before there is any, and for a first incarnation: all of these start at the same time, so that
-    the first to finish say little about the others."""
+    the first to finish say little about the others. All of it must have passed on the effective clock: a start is CPU
+    time above all, and takes as much of it on a busy machine."""
     if longest is None or incarnation <= FIRST_INCARNATION:
-        return learned_deadline(None, config)
+        return replace(learned_deadline(None, config), effective_share=1.0)
     seconds = min(config.first_unit_seconds, max(SINGLE_FLOOR_SECONDS, SINGLE_FACTOR * longest))
     text = f"{seconds:.1f} s = max({SINGLE_FLOOR_SECONDS:g}, {SINGLE_FACTOR:g} x longest {longest:.2f})"
-    return Deadline(seconds=seconds, text=text, learned=True)
+    return Deadline(seconds=seconds, text=text, learned=True, effective_share=1.0)
 
 
 Key = tuple[str, int, int]

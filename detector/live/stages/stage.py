@@ -6,8 +6,8 @@ engine drops their findings while the cause stands. Explanations between fault c
 (`FaultSpec.suppresses`) and applied at the end, by fusion.
 
 Several stages need the processes without progress where progress is due (`Tick.stalls`). One is overdue when its
-deadline has passed on the wall clock and `EFFECTIVE_SHARE` of it on the effective clock, which does not advance while
-its neighbours starve it of CPU.
+deadline has passed on the wall clock and a part of it (`Deadline.effective_share`) on the effective clock, which does
+not advance while its neighbours starve it of CPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,6 @@ from rolecall.detector.live.monitored_process import (
 )
 from rolecall.detector.live.processes import MonitoredProcesses
 
-EFFECTIVE_SHARE = 0.4
-"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
-more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
 EPOCH_JOIN_SECONDS = 15.0
 """Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member)
 and the state copy of the new member."""
@@ -74,7 +71,7 @@ class Stall:
     def ripe(self) -> bool:
         """Whether it is overdue."""
         seconds = self.deadline.seconds
-        return self.clocks.wall >= seconds and self.clocks.effective >= EFFECTIVE_SHARE * seconds
+        return self.clocks.wall >= seconds and self.clocks.effective >= self.deadline.effective_share * seconds
 
 
 def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:

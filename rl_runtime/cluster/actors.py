@@ -218,11 +218,13 @@ def _forwards(
 
 
 @_forwards(
-    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
+    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest", "promote"),
     work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "take_snapshot"),
     write=("write_checkpoint",),
 )
 class TrainerActor(_Actor):
+    """Also a standby, until it is promoted."""
+
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         ranks = self._start_ranks(job.runtime.trainer_ranks, "rolecall.rl_runtime.trainer.multi_rank_trainer")
         from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service

@@ -23,7 +23,7 @@ from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_repl
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, RunStarted
-from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
@@ -63,7 +63,7 @@ PREPARE_SECONDS = 120.0
 FINISH_SECONDS = 5.0
 """Time for the controller to shut down cleanly when the run is stopped."""
 
-NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
+NEED_MODEL = frozenset({"trainer", "rollout", *STANDBY_ROLES})
 """Roles that wait for the model folder; standbys also wait until all others are ready."""
 
 DRAIN_SECONDS = 10.0
@@ -196,9 +196,9 @@ class Supervisor:
         self.cluster.connect()
         self._progress("Ray is up; starting controller and rewards while the model is written")
         self._finish_preparing(preparing)
-        self._held = frozenset({STANDBY_ROLE})
+        self._held = frozenset(STANDBY_ROLES)
         self._progress("the model is written; starting trainers and engines")
-        self._wait_until_ready([r for r in placed if split_replica(r)[0] != STANDBY_ROLE])
+        self._wait_until_ready([r for r in placed if not is_standby(r)])
         self._held = frozenset()
 
     def _write_run(self, placed: Mapping[ReplicaId, NodeId]) -> None:
@@ -217,7 +217,7 @@ class Supervisor:
                 "injection_allowed": self.job.injection_allowed,
             }
         )
-        roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
+        roles = {**self.job.roles.counts(), **self.job.runtime.num_standbys()}
         started = RunStarted(
             seed=self.job.seed,
             config_digest=self.job.digest(),

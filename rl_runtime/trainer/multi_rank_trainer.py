@@ -7,6 +7,7 @@ from typing import Any, Final
 from rolecall.agent.reporter import reporter
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
+from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
@@ -43,6 +44,12 @@ class MultiRankTrainer:
         ranks.tell("begin", address, at)
         own = _ranks(job, 0, at, spawn.device)
         self._service = make_service(spawn, job, address=address, ranks=own, injection=injection)
+
+    def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
+        """A standby becomes `replica`, with all its ranks."""
+        self._ranks.become(replica, incarnation)
+        self._ranks.tell("take_name", replica, incarnation)
+        self._service.promote(replica, incarnation, secret)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)

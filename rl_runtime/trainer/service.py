@@ -21,6 +21,8 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation, WireError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.membership import is_standby
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults.process_side import COPY, SNAPSHOT
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
@@ -41,7 +43,7 @@ MANIFESTS_MAX: Final = 4
 
 
 class TrainerService:
-    """The service of a trainer's process. Later incarnations than the first must copy their weights."""
+    """The service of a trainer's process. Later incarnations than the first, and standbys, must copy their weights."""
 
     def __init__(
         self,
@@ -62,13 +64,14 @@ class TrainerService:
         self._token, self._ranks = spawn.run.token(), ranks
         self._on_stage = on_stage
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
+        has_state = spawn.incarnation == 1 and not is_standby(spawn.replica)
         self._writing, self._slot = threading.Lock(), threading.Lock()
         self._snapshot: tuple[int, dict[str, Tensor], str] | None = None  # guarded by _slot
         self.replica = replica = TrainerReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
             job=job,
-            has_state=spawn.incarnation == 1,
+            has_state=has_state,
             address=address,
             ranks=ranks,
             clock=self._clock,
@@ -85,7 +88,7 @@ class TrainerService:
         self._server.state_provider = self.replica.state.export
         _, *rank_ports = ranks.gather(self._server.port)
         self._rank_ports = tuple(rank_ports)
-        if spawn.incarnation == 1:
+        if has_state:
             self._publish(self.replica.state.commit.policy_version)
 
     def _publish(self, version: int) -> None:
@@ -101,6 +104,16 @@ class TrainerService:
             self._manifests.popitem(last=False)
 
     # Callable from any thread.
+
+    def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
+        """A standby becomes `replica`. It must copy the state, as every replacement."""
+        self.take_name(replica, incarnation)
+        reporter.become(replica=replica, incarnation=incarnation, secret=secret)
+
+    def take_name(self, replica: ReplicaId, incarnation: int) -> None:
+        """The part of `promote` that concerns this service; idempotent."""
+        self._spawn = replace(self._spawn, replica=replica, incarnation=incarnation)
+        self.replica.take_name(replica, incarnation)
 
     def info(self) -> TrainerInfo:
         holder = self._server.holder(self._spawn.replica, self._spawn.incarnation)

@@ -45,8 +45,9 @@ from rolecall.rl_runtime.faults.process_side import (
 LINES = common.RESULTS / "lost_rank.jsonl"
 RUNS = common.ROOT / "runs"
 FAULTS = [
-    *(("trainer", at, how) for at in (MICROBATCH, BACKWARD, BUCKET, VOTE, SNAPSHOT, COPY) for how in ("kill", "stop")),
+    *(("trainer", at, how) for at in (MICROBATCH, BACKWARD, BUCKET, VOTE, SNAPSHOT) for how in ("kill", "stop")),
     *(("rollout", ENGINE_STEP, how) for how in ("kill", "stop")),
+    *(("trainer", COPY, how) for how in ("kill", "stop")),
 ]
 KINDS = {"kill": "kill", "stop": "hang"}
 BARS = {"commit": 3.0, "serving": 20.0}
@@ -95,19 +96,20 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
         with closing(Journal(run.database_url, create=False)) as journal:
             events = [e for e in journal.events() if e.wall_at > begun]
         # A lost copy is found while the incident of the rank lost before it is open.
-        of_this = lambda e: f"incarnation {target.incarnation})" in e.payload.diagnosis.because
-        opened = next((e for e in events if e.kind is EventKind.INCIDENT_OPENED and of_this(e)), None)
+        findings = [e for e in events if e.kind in (EventKind.INCIDENT_OPENED, EventKind.INCIDENT_UPDATED)]
+        lost = f"incarnation {target.incarnation})"
+        opened: Any = next((e for e in findings if lost in e.payload.diagnosis.because), None)  # type: ignore[union-attr]
         if opened is None:
             return None
         own = {e.kind: e.wall_at for e in events if e.incident_id == opened.incident_id}
         if EventKind.INCIDENT_CLOSED not in own:
             return None
-        diagnosis: Any = opened.payload
-        suspect = diagnosis.diagnosis.suspects[0] if diagnosis.diagnosis.suspects else None
-        found_at = diagnosis.diagnosis.detected_at
+        diagnosis = opened.payload.diagnosis
+        suspect = diagnosis.suspects[0] if diagnosis.suspects else None
+        found_at = diagnosis.detected_at
         replica, _, rank = target.target.partition(" rank ")
         served = [e.wall_at for e in events if e.kind is EventKind.EPOCH_ADVANCED and e.wall_at > found_at]
-        ready = next((e.wall_at for e in events if e.kind is EventKind.REPLICA_READY), None)
+        ready = next((e.wall_at for e in events if e.kind is EventKind.REPLICA_READY and e.wall_at > found_at), None)
         commits = [e.wall_at for e in events if e.kind is EventKind.STEP_COMMITTED and e.wall_at > found_at]
         joined = next((t for t in served if ready is not None and t >= ready), None)
         return {
@@ -116,8 +118,8 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
             "how": how,
             "met": record["met"],
             "named": suspect is not None and (suspect.replica, suspect.rank) == (replica, int(rank)),
-            "fault": str(diagnosis.diagnosis.fault_class),
-            "others": sum(e.kind is EventKind.INCIDENT_OPENED for e in events) - 1,
+            "fault": str(diagnosis.fault_class),
+            "others": sum(e.kind is EventKind.INCIDENT_OPENED and e.incident_id != opened.incident_id for e in events),
             "found": found_at - begun,
             "commit": commits[0] - found_at if commits else None,
             "serving": joined - found_at if joined is not None else None,
@@ -173,7 +175,11 @@ def one_run(seed: int) -> None:
 
         until("ten steps", START_SECONDS, steps)
         for role, at, how in FAULTS:
-            line = {"commit_of": measured, "seed": seed, **one_fault(run, role, at, how)}
+            try:
+                found = one_fault(run, role, at, how)
+            except TimeoutError as e:
+                found = {"role": role, "at": at, "how": how, "named": False, "others": 0, "failure": str(e)}
+            line = {"commit_of": measured, "seed": seed, **found}
             print(line, flush=True)
             with LINES.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -200,14 +206,14 @@ def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
         group = [x for x in lines if (x["role"], x["at"], x["how"]) == (role, at, how)]
         if group:
             cells = [
-                common.summary([x[key] for x in group if x[key] is not None], 1)
+                common.summary([x[key] for x in group if x.get(key) is not None], 1)
                 for key in ("found", "commit", "serving")
             ]
             named = sum(x["named"] for x in group)
             text.append(f"| {role} | {at} | {how} | {len(group)} | {named} | {' | '.join(cells)} |")
     trainers = [x for x in lines if x["role"] == "trainer"]
     for key, bar in BARS.items():
-        values = [x[key] for x in trainers if x[key] is not None]
+        values = [x[key] for x in trainers if x.get(key) is not None]
         if values:
             met = sum(v <= bar for v in values)
             text += [
@@ -215,6 +221,7 @@ def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
                 f"Trainers, {key}: {met} of {len(trainers)} within {bar:g} s, median {statistics.median(values):.1f}.",
             ]
     others = sum(x["others"] for x in lines)
+    text += [line for x in lines if "failure" in x for line in ("", f"Failed: {x['failure']}.")]
     return [*text, "", f"Further incidents beside those of the faults: {others}."]
 
 

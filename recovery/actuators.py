@@ -14,14 +14,12 @@ from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import JobStopRequested
-from rolecall.core.membership import Desired
+from rolecall.core.membership import STANDBY_ROLES, Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words
 from rolecall.recovery.fleet_view import FleetView, fleet_view
 
 STOP_FLAG = "stop"
-STANDBY_TAKES = "rollout"
-"""The role that standbys can replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +89,16 @@ class RayRuntime:
         if plan.action.is_restart:
             return ()  # it names all that it takes down, and every process is started anew
         quarantined = quarantined_nodes(self._journal)
-        standbys = [s for s in self._fleet().standbys() if s.node not in quarantined]
-        takes = [t.replica for t in plan.targets if split_replica(t.replica)[0] == STANDBY_TAKES]
-        # A promoted standby keeps its process; it is no victim of the action.
-        return tuple(f"{s.replica} becomes {t}" for s, t in zip(standbys, takes, strict=False))
+        free = [s for s in self._fleet().standbys() if s.node not in quarantined]
+        found = []
+        for target in plan.targets:
+            role, _ = split_replica(target.replica)
+            standby = next((s for s in free if STANDBY_ROLES[s.role] == role), None)
+            if standby is not None:
+                # A promoted standby keeps its process; it is no victim of the action.
+                free.remove(standby)
+                found.append(f"{standby.replica} becomes {target.replica}")
+        return tuple(found)
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
         if plan.action not in self.supports:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState
 
 LIVING = (ReplicaState.READY, ReplicaState.SERVING)
 DEAD = (ReplicaState.LOST, ReplicaState.STOPPED)
@@ -44,8 +44,8 @@ class FleetView:
         return tuple(r for r in self.replicas if r.role == role)
 
     def standbys(self) -> tuple[ReplicaView, ...]:
-        """Standbys that are ready to replace a rollout."""
-        return tuple(r for r in self.of_role(STANDBY_ROLE) if r.living)
+        """Standbys that are ready to replace a replica."""
+        return tuple(r for r in self.replicas if r.role in STANDBY_ROLES and r.living)
 
     def spare_node(self, avoid: frozenset[str]) -> NodeId | None:
         """A node for a replica that must move: a standby's if there is one, else the one with the fewest living

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.ids import split_replica
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.fleet_view import FleetView
@@ -150,10 +150,6 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
     return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
 
 
-def _is_standby(replica: str) -> bool:
-    return split_replica(replica)[0] == STANDBY_ROLE
-
-
 def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str]:
     """Replicas of other incidents that wait only for another repair to end."""
     found: set[str] = set()
@@ -181,13 +177,13 @@ def _at_once(
 ) -> GuardResult | None:
     """A standby does no work: its repair blocks no other one and comes after those that are due."""
     targets = {str(t.replica) for t in plan.targets}
-    if all(_is_standby(t) for t in targets):
-        first = sorted(r for r in elsewhere | waiting if not _is_standby(r))
+    if all(is_standby(t) for t in targets):
+        first = sorted(r for r in elsewhere | waiting if not is_standby(r))
         if first:
             because = f"{', '.join(first)} is repaired first: standby {', '.join(sorted(targets))} does no work"
             return GuardResult(AT_ONCE, because)
     else:
-        elsewhere = {r for r in elsewhere if not _is_standby(r)}
+        elsewhere = {r for r in elsewhere if not is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
         busy = ", ".join(sorted(elsewhere)) or "nothing"

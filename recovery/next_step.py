@@ -24,7 +24,7 @@ from rolecall.core.journal.payloads import (
     PlanExpired,
     PlanProposed,
 )
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
 from rolecall.recovery.guards import GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
@@ -348,7 +348,7 @@ def verify(
         view = fleet.find(target.replica)
         name = f"{target.replica}#{wanted}"
         # A standby does no work until it is promoted: being ready is all that can be verified.
-        standby = split_replica(target.replica)[0] == STANDBY_ROLE
+        standby = is_standby(target.replica)
         if view is None:
             missing.append(f"{name} is no longer desired")
         elif view.incarnation >= wanted and view.state in DEAD:

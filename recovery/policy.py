@@ -37,7 +37,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLES, is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.fleet_view import DEAD, FleetView
@@ -346,7 +346,7 @@ def _restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[Actio
     if why:
         return _next_restart(facts, targets), why
     of_job = facts.config.scope == "job" and ActionKind.RESTART_JOB in facts.performable
-    works = any(split_replica(t.replica)[0] != STANDBY_ROLE for t in targets)
+    works = not all(is_standby(t.replica) for t in targets)
     if of_job and works and OPERATOR not in facts.diagnosis.detectors:
         return ActionKind.RESTART_JOB, "recovery.scope is job"
     return None, ""
@@ -374,7 +374,7 @@ def _next_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> Action
     """The rung above those that were tried; None: there is none."""
     tried = facts.same_step | {p.action for p in facts.past}
     roles = {split_replica(t.replica)[0] for t in targets}
-    if ActionKind.RESTART_JOB in tried or STANDBY_ROLE in roles:
+    if ActionKind.RESTART_JOB in tried or roles & STANDBY_ROLES.keys():
         return None
     beyond_the_role = ActionKind.RESTART_ROLE in tried or len(roles) > 1
     if beyond_the_role or len(facts.fleet.of_role(roles.pop())) == 1:
@@ -388,7 +388,7 @@ def _of_restart(action: ActionKind, fleet: FleetView, targets: tuple[PlanTarget,
     return [
         PlanTarget(replica=r.replica, incarnation=r.desired_incarnation, node=r.node)
         for r in fleet.replicas
-        if (r.role == role if action is ActionKind.RESTART_ROLE else r.role != STANDBY_ROLE)
+        if (r.role == role if action is ActionKind.RESTART_ROLE else not is_standby(r.replica))
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from rolecall.core.config.job import DeviceName, JobConfig, ModelConfig
 from rolecall.core.config.lora import ALL_LINEAR, LoraSettings
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLE, TRAINER_STANDBY_ROLE
 
 MIB: Final = 1 << 20
 WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2}
@@ -212,6 +212,7 @@ def needs(
     of_roles = (
         ("rollout", job.roles.rollout, engine),
         (STANDBY_ROLE, job.runtime.standbys, engine),
+        (TRAINER_STANDBY_ROLE, job.runtime.trainer_standbys, (other, *trainer[1:])),
         ("reward", job.roles.reward, (RankNeed(host_bytes=WORKER_BYTES),)),
         ("controller", job.roles.controller, (RankNeed(host_bytes=WORKER_BYTES),)),
         ("node", job.runtime.nodes, (RankNeed(host_bytes=NODE_BYTES),)),

@@ -17,7 +17,7 @@ from enum import StrEnum
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import utc
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
 from rolecall.dashboards.data.incident_titles import title
@@ -284,7 +284,7 @@ def fleet_rows(
 
 def is_dead(replica: ReplicaView) -> bool:
     """A standby that stopped was used up by a promotion."""
-    is_used_up = replica.role == STANDBY_ROLE and replica.state is ReplicaState.STOPPED
+    is_used_up = is_standby(replica.replica) and replica.state is ReplicaState.STOPPED
     return replica.state in DEAD and not is_used_up
 
 

@@ -272,7 +272,7 @@ RUN = RuleGroup(
             "an unstable recipe, bad data, or a GPU that computes wrong results.",
         ),
         "RolecallRoleDown": critical(
-            expr=f"""sum by (job, instance, role) (rolecall_replicas{{state=~"ready|serving", role!="standby"}}) == 0
+            expr=f"""sum by (job, instance, role) (rolecall_replicas{{state=~"ready|serving", role!~".*standby"}}) == 0
             and on (job, instance, role) rolecall_replicas_wanted > 0
             and on (job, instance) rolecall_run_step >= 0 {UNLESS_ENDED}""",
             hold="1m",

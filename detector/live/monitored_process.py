@@ -7,7 +7,8 @@ time in which the process was runnable but got no CPU. A clock advances only wit
 
 Deadlines are learned per (role, phase): max(floor, k x own P99), at most the ceiling or 3 x the median. A learned
 value is the effective time between two advances of progress. Only completed gaps are learned, and none from a process
-with a standing finding: faulty behaviour must not enter the baseline.
+with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an incarnation has
+one, get a multiple of the longest one that the run has seen.
 """
 
 import math
@@ -38,11 +39,17 @@ REFRESH_EVERY = 16
 """New gaps between two recomputations of the P99: sorting 512 numbers for each sample is too expensive."""
 
 
+EFFECTIVE_SHARE = 0.4
+"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
+more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     seconds: float
     text: str  # its derivation, for `because`
     learned: bool
+    effective_share: float = EFFECTIVE_SHARE
 
 
 @dataclass(slots=True)
@@ -75,10 +82,14 @@ class ProgressGaps:
 
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
-        waiting_phases = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
-        keys = [k for k in self.values if k[0] == role and k[1] not in waiting_phases]
+        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS}
+        keys = [k for k in self.values if k[0] == role and k[1] not in excluded]
         known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
         return max(known) if known else None
+
+    def longest(self, role: str, phase: str) -> float | None:
+        """Seconds; None before there is any."""
+        return max(self.values.get((role, phase), ()), default=None)
 
 
 LONG_UNITS_FACTOR = 3.0
@@ -99,6 +110,27 @@ def learned_deadline(p99: float | None, config: DetectorConfig, median: float = 
     return Deadline(seconds=seconds, text=f"{seconds:.1f} s = {text}", learned=True)
 
 
+SINGLE_PHASES = frozenset({Phase.START, Phase.COPY})
+"""Phases that an incarnation is in once. Their deadline is that of `single_deadline`."""
+SINGLE_FACTOR = 3.0
+"""A replacement starts where the run is at work, and perhaps on a node whose page cache is cold."""
+SINGLE_FLOOR_SECONDS = 30.0
+"""The first starts of a run may have found everything in the page cache, and taken a second each."""
+FIRST_INCARNATION = 1
+
+
+def single_deadline(longest: float | None, incarnation: int, config: DetectorConfig) -> Deadline:
+    """Of a phase that an incarnation is in once: max(floor, 3 x the longest of its role), at most the first-unit
+    deadline. That one before there is any, and for a first incarnation: all of these start at the same time, so that
+    the first to finish say little about the others. All of it must have passed on the effective clock: a start is CPU
+    time above all, and takes as much of it on a busy machine."""
+    if longest is None or incarnation <= FIRST_INCARNATION:
+        return replace(learned_deadline(None, config), effective_share=1.0)
+    seconds = min(config.first_unit_seconds, max(SINGLE_FLOOR_SECONDS, SINGLE_FACTOR * longest))
+    text = f"{seconds:.1f} s = max({SINGLE_FLOOR_SECONDS:g}, {SINGLE_FACTOR:g} x longest {longest:.2f})"
+    return Deadline(seconds=seconds, text=text, learned=True, effective_share=1.0)
+
+
 Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
 
@@ -116,8 +148,10 @@ INTERVAL_SMOOTHING = 0.1
 UNPAGED_GAP_SECONDS_MAX = 3.0
 """The same limit for uninstrumented processes, which agents sample once per second."""
 
-HELD_STATES = frozenset({"T", "t", "D"})
-"""Stopped, traced, in an uninterruptible wait: proc(5)."""
+STOPPED_STATES = frozenset({"T", "t"})
+"""Stopped, traced: proc(5)."""
+HELD_STATES = STOPPED_STATES | {"D"}
+"""Also in an uninterruptible wait."""
 
 STARVED_SAMPLE_SHARE = 0.5
 """Fraction of the sample interval without CPU from which a process counts as starved; a lower sample ends this."""
@@ -281,6 +315,11 @@ class MonitoredProcess:
         return self.exit_wall > 0.0
 
     @property
+    def stopped(self) -> bool:
+        """Whether the kernel showed it as stopped in the newest sample."""
+        return self.sample is not None and self.sample.proc_state in STOPPED_STATES
+
+    @property
     def experienced(self) -> bool:
         return self.worked >= EXPERIENCED_UNITS
 
@@ -403,7 +442,7 @@ def _learn(
     gap = subject.stall.effective + max(0.0, tail - starved * min(1.0, share))
     # The first time of each phase in an incarnation includes warm-up, and the first of an epoch a rendezvous.
     warm = previous.phase in subject.phases_done and not (subject.epoch_fresh and previous.phase == Phase.REDUCE)
-    if gaps is not None and warm:
+    if gaps is not None and (warm or previous.phase in SINGLE_PHASES):
         gaps.add(subject.role, previous.phase, gap)
     subject.phases_done.add(previous.phase)
 

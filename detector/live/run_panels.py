@@ -14,7 +14,7 @@ import numpy as np
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.ids import ProcessId
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLES
 from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
@@ -119,7 +119,7 @@ class RunPanels:
         return tuple(self._tick(now))
 
     def _take(self, sample: ProcessSample, now: float) -> None:
-        if not sample.alive or sample.role == STANDBY_ROLE or sample.phase == Phase.START:
+        if not sample.alive or sample.role in STANDBY_ROLES or sample.phase == Phase.START:
             self._processes.pop(sample.process, None)
             return
         known = self._processes.get(sample.process)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ActuatorError, DeadlineExceeded
 from rolecall.core.ids import ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLES
 from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, actor_name
 
@@ -108,7 +108,7 @@ class RayActorOperations:
             if self._classes is None:
                 self._classes = self._make_classes()
         role, _ = split_replica(replica)
-        found = self._classes["rollout" if role == STANDBY_ROLE else role]
+        found = self._classes[STANDBY_ROLES.get(role, role)]
         if isinstance(found, ray.actor.ActorClass):
             return found
         return ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(found)

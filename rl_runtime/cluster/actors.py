@@ -218,11 +218,13 @@ def _forwards(
 
 
 @_forwards(
-    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
+    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest", "promote"),
     work=("idle", "join", "train_step", "copy_from", "list_checkpoints", "load_checkpoint", "take_snapshot"),
     write=("write_checkpoint", "remove_checkpoints"),
 )
 class TrainerActor(_Actor):
+    """Also a standby, until it is promoted."""
+
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         ranks = self._start_ranks(job.runtime.trainer_ranks, "rolecall.rl_runtime.trainer.multi_rank_trainer")
         from rolecall.rl_runtime.trainer.multi_rank_trainer import MultiRankTrainer, make_service
@@ -234,7 +236,6 @@ class TrainerActor(_Actor):
         else:
             alone = Ranks(device=spawn.device)
             self._served = make_service(spawn, job, address=address, ranks=alone, injection=self._injection)
-        reporter.enter_phase(Phase.WAIT)
 
 
 @_forwards(

@@ -11,7 +11,6 @@ from typing import Final
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
-from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.device import Hardware, device_of, num_gpus
@@ -50,7 +49,7 @@ def gpus_of_nodes(job: JobConfig, hardware: Hardware) -> dict[NodeId, tuple[str,
 
 
 def _lacking_gpus(job: JobConfig, needed: int, there: int) -> str:
-    counts = {**job.roles.counts(), STANDBY_ROLE: job.runtime.standbys}
+    counts = {**job.roles.counts(), **job.runtime.num_standbys()}
     ranks = job.runtime.computing_ranks()
     each = ", ".join(f"{role} {counts[role]} x {ranks[role]}" for role in ranks if counts[role])
     why = f"{each}: {counted(needed, 'GPU')}, one for each rank of a replica, and this machine has {there}"

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
-from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
 
 REFILL_SECONDS = 5.0
-"""Delay before a used-up standby is replaced: starting an engine takes a core for seconds, which the promoted replica
-needs to pull and prove its weights.
+"""Delay before a used-up standby is replaced: its start takes a core for seconds, which the promoted replica needs to
+get its weights.
 """
 LIVING = frozenset({ReplicaState.STARTING, ReplicaState.READY, ReplicaState.SERVING})
 
@@ -138,8 +138,8 @@ def _old_remains(fleet: ClusterState, desired: Desired, records: Iterable[Actual
 def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
     replica, incarnation = desired.replica, desired.incarnation
     role, _ = split_replica(desired.replica)
-    if role == "rollout" and desired.prefer_standby:
-        standby = _ready_standby(fleet, promoted)
+    if desired.prefer_standby:
+        standby = _ready_standby(fleet, role, promoted)
         if standby is not None:
             because = f"{standby.replica} on {standby.node} is warm: {desired.because}"
             return Promote(
@@ -153,27 +153,28 @@ def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]
     return Start(replica=replica, incarnation=incarnation, because=desired.because, node=desired.node)
 
 
-def _ready_standby(fleet: ClusterState, promoted: set[Incarnation]) -> Actual | None:
+def _ready_standby(fleet: ClusterState, role: str, promoted: set[Incarnation]) -> Actual | None:
+    """One that can replace a replica of `role`."""
     for key, record in sorted(fleet.actual.items()):
         desired = fleet.desired.get(record.replica)
         fit = record.state is ReplicaState.READY and key in fleet.alive and key not in fleet.busy
         wanted = desired is not None and desired.incarnation == record.incarnation
         shut = record.node in fleet.quarantined
-        if split_replica(record.replica)[0] == STANDBY_ROLE and fit and wanted and not shut and key not in promoted:
+        takes = STANDBY_ROLES.get(split_replica(record.replica)[0])
+        if takes == role and fit and wanted and not shut and key not in promoted:
             return record
     return None
 
 
 def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
-    role, _ = split_replica(current.replica)
     # Recovery replaces a LOST standby; STOPPED means that a promotion used it up.
-    if role != STANDBY_ROLE or current.state is not ReplicaState.STOPPED:
+    if not is_standby(current.replica) or current.state is not ReplicaState.STOPPED:
         return None
     if now - current.changed_at < REFILL_SECONDS:
         return None
-    # Not before every other replica has its process: starting another engine would slow a recovery in progress.
+    # Not before every other replica has its process: another start would slow a recovery in progress.
     working = {key for key, a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
-    others = (d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE)
+    others = (d for r, d in fleet.desired.items() if not is_standby(r))
     if not all((d.replica, d.incarnation) in working for d in others):
         return None
     node = next((n for n in free_nodes(fleet) if n not in taken), None)
@@ -208,7 +209,7 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
     for role, count in (
         ("trainer", job.roles.trainer),
         ("rollout", job.roles.rollout),
-        (STANDBY_ROLE, job.runtime.standbys),
+        *job.runtime.num_standbys().items(),
     ):
         got = min(count, len(free))
         placed |= {replica_id(role, i): free[i] for i in range(got)}
@@ -216,7 +217,7 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
         if got < count:
             lacking.append(f"{role} lacks {count - got} of {count}")
     if lacking:
-        needed = 1 + job.roles.trainer + job.roles.rollout + job.runtime.standbys
+        needed = 1 + job.roles.trainer + job.roles.rollout + sum(job.runtime.num_standbys().values())
         raise NotEnoughNodes(
             f"runtime.nodes: {job.runtime.nodes}, but the roles need {needed} (controller and rewards share one; "
             f"each trainer, rollout and standby has its own): {', '.join(lacking)}"

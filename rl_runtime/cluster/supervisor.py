@@ -23,7 +23,7 @@ from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_repl
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, RunStarted
-from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
@@ -64,7 +64,7 @@ PREPARE_SECONDS = 120.0
 FINISH_SECONDS = 5.0
 """Time for the controller to shut down cleanly when the run is stopped."""
 
-NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
+NEED_MODEL = frozenset({"trainer", "rollout", *STANDBY_ROLES})
 """Roles that wait for the model folder; standbys also wait until all others are ready."""
 
 DRAIN_SECONDS = 10.0
@@ -192,7 +192,7 @@ class Supervisor:
             self._continue_run()
         else:
             self._write_run(place(self.job))
-        replicas = [r for r in self.journal.desired() if split_replica(r)[0] != STANDBY_ROLE]
+        replicas = [r for r in self.journal.desired() if not is_standby(r)]
         argv = [sys.executable, "-m", "rolecall.rl_runtime.trainer.model", str(self.run.path)]
         preparing, _ = start_process(self.run, "prepare", argv, self.run.logs / "prepare.log", OMP_NUM_THREADS="1")
         self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
@@ -201,7 +201,7 @@ class Supervisor:
         self.cluster.connect()
         self._progress("Ray is up; starting controller and rewards while the model is written")
         self._finish_preparing(preparing)
-        self._held = frozenset({STANDBY_ROLE})
+        self._held = frozenset(STANDBY_ROLES)
         self._progress("the model is written; starting trainers and engines")
         self._wait_until_ready(replicas)
         self._held = frozenset()
@@ -220,7 +220,7 @@ class Supervisor:
                 "injection_allowed": self.job.injection_allowed,
             }
         )
-        roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
+        roles = {**self.job.roles.counts(), **self.job.runtime.num_standbys()}
         started = RunStarted(
             seed=self.job.seed,
             config_digest=self.job.digest(),
@@ -324,8 +324,9 @@ class Supervisor:
         )
 
     def _can_host_standby(self, node: NodeId) -> bool:
-        gpus = self.cluster.gpus
-        return not gpus or len(gpus.get(node, ())) >= self.job.runtime.rollout_ranks
+        gpus, runtime = self.cluster.gpus, self.job.runtime
+        ranks = (runtime.computing_ranks()[role] for role, number in runtime.num_standbys().items() if number)
+        return not gpus or len(gpus.get(node, ())) >= max(ranks, default=0)
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
         """Ends workers of dead raylets, which outlive them briefly, so that no two processes of one incarnation run."""

@@ -14,9 +14,9 @@ from enum import StrEnum
 from typing import Any
 
 from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, PeerLost, RolecallError
-from rolecall.core.ids import GroupId, ReplicaId, split_replica
+from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.membership import Actual, ReplicaState, is_standby
 from rolecall.rl_runtime.controller.trajectories import EngineKey
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
 from rolecall.rl_runtime.protocol.membership import Desireds, Member, MembershipView
@@ -149,7 +149,7 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
 def missing_replicas(desired: Desireds, current: Mapping[ReplicaId, Actual]) -> list[ReplicaId]:
     """Desired replicas, except standbys, that are not ready."""
     ready = {r for r, record in current.items() if record.state in (ReplicaState.READY, ReplicaState.SERVING)}
-    return [r for r in desired if split_replica(r)[0] != STANDBY_ROLE and r not in ready]
+    return [r for r in desired if not is_standby(r) and r not in ready]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

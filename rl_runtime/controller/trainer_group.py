@@ -2,9 +2,9 @@
 
 A loss is recorded and fenced at once; the process group follows at the next regroup. A trainer that joins copies a
 member's state between two steps; if no trainer has the newest state, the run goes on from the newest one left in its
-history: another trainer's, or a checkpoint. All members run a step together. When one is lost, hangs or fails, the survivors report their commits (the
-commit record is authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept.
-`step_plan.py` decides.
+history: another trainer's, or a checkpoint. All members run a step together. When one is lost, hangs or fails, the
+survivors report their commits (the commit record is authoritative), form a new epoch, and share the missing
+microbatches; computed gradients are kept. `step_plan.py` decides.
 """
 
 import asyncio
@@ -331,8 +331,8 @@ class TrainerGroup:
         return True
 
     async def recover(self) -> LoadedState:
-        """No trainer has the newest state: the run goes on from the newest one left in its history, a trainer's that was
-        not in the epoch, or the newest good checkpoint.
+        """No trainer has the newest state: the run goes on from the newest one left in its history, that of a trainer
+        which was not in the epoch, or the newest good checkpoint.
 
         `committed_step` is then that state's; later training must be undone.
 

@@ -22,7 +22,7 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import InjectionRefused
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.membership import STANDBY_ROLE, TRAINER_STANDBY_ROLE, ReplicaState, is_standby
 from rolecall.core.rundir import RUN_ENV, RunDir, write_atomically
 from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_quota
 from rolecall.rl_runtime.faults.guardian import guarded
@@ -82,6 +82,7 @@ KINDS: dict[str, InjectionSpec] = {
     "reward-kill": InjectionSpec(role="reward", hows=("kill",)),
     "controller-kill": InjectionSpec(role="controller", hows=("kill",)),
     "standby-kill": InjectionSpec(role=STANDBY_ROLE, hows=("kill",)),
+    "trainer-standby-kill": InjectionSpec(role=TRAINER_STANDBY_ROLE, hows=("kill",)),
     "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
     "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
     "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
@@ -177,7 +178,7 @@ def _victims(
 def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
     with closing(Journal(run.database_url, create=False)) as journal:
         current, desired = journal.current(), journal.desired()
-    working = {ReplicaState.SERVING, *([ReplicaState.READY] if role == STANDBY_ROLE else [])}
+    working = {ReplicaState.SERVING, *([ReplicaState.READY] if is_standby(role) else [])}
     found = [
         InjectionTarget(
             target=record.replica,

@@ -4,8 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
+from rolecall.agent.reporter import reporter
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import RolecallError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.rank_processes import (
@@ -42,6 +45,12 @@ class MultiRankTrainer:
         own = _ranks(job, 0, at, spawn.device)
         self._service = make_service(spawn, job, address=address, ranks=own, injection=injection)
 
+    def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
+        """A standby becomes `replica`, with all its ranks."""
+        self._ranks.become(replica, incarnation)
+        self._ranks.tell("take_name", replica, incarnation)
+        self._service.promote(replica, incarnation, secret)
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._service, name)
         return partial(self._by_all, name, method) if name in TOLD else method
@@ -77,9 +86,9 @@ def further_rank(start: RankStart, next_call: Next, _answer: Callable[[Any], Non
 def make_service(
     spawn: ActorSpec, job: JobConfig, *, address: str, ranks: Ranks, injection: Callable[[], faults.Injection]
 ) -> TrainerService:
-    """A trainer service with the checkpoints of fault injection."""
+    """A trainer service with the checkpoints of fault injection. Ends this rank's start."""
     of_work = injection()
-    return TrainerService(
+    service = TrainerService(
         spawn,
         job,
         address=address,
@@ -89,6 +98,8 @@ def make_service(
         on_stage=of_work.checkpoint,
         on_tensor=partial(injection().checkpoint, faults.WEIGHTS),
     )
+    reporter.enter_phase(Phase.WAIT)
+    return service
 
 
 def _ranks(job: JobConfig, rank: int, at: tuple[str, int], device: DeviceName) -> Ranks:

@@ -74,11 +74,12 @@ class Ranks:
         # The ranks of a replica are on one node.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         timeout = timedelta(seconds=seconds)
-        store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-        dist.init_process_group(
-            BACKENDS[device], store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
-        )
-        self._mesh = init_device_mesh(device, (self.num_shards, tensor), mesh_dim_names=(SHARD, TENSOR))
+        with exchange():
+            store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+            dist.init_process_group(
+                BACKENDS[device], store=PrefixStore(GROUP_NAME, store), rank=rank, world_size=size, timeout=timeout
+            )
+            self._mesh = init_device_mesh(device, (self.num_shards, tensor), mesh_dim_names=(SHARD, TENSOR))
 
     @property
     def is_first(self) -> bool:

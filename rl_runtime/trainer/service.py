@@ -22,6 +22,8 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, StaleIncarnation, WireError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.membership import is_standby
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults.process_side import COPY, SNAPSHOT
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint
@@ -42,7 +44,7 @@ MANIFESTS_MAX: Final = 4
 
 
 class TrainerService:
-    """The service of a trainer's process. Later incarnations than the first must copy their weights."""
+    """The service of a trainer's process. Later incarnations than the first, and standbys, must copy their weights."""
 
     def __init__(
         self,
@@ -63,13 +65,14 @@ class TrainerService:
         self._token, self._ranks = spawn.run.token(), ranks
         self._on_stage = on_stage
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
+        has_state = spawn.incarnation == 1 and not is_standby(spawn.replica)
         self._writing, self._slot = threading.Lock(), threading.Lock()
         self._snapshot: tuple[int, dict[str, Tensor], str] | None = None  # guarded by _slot
         self.replica = replica = TrainerReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
             job=job,
-            has_state=spawn.incarnation == 1,
+            has_state=has_state,
             address=address,
             ranks=ranks,
             clock=self._clock,
@@ -86,7 +89,7 @@ class TrainerService:
         self._server.state_provider = self.replica.state.export
         _, *rank_ports = ranks.gather(self._server.port)
         self._rank_ports = tuple(rank_ports)
-        if spawn.incarnation == 1:
+        if has_state:
             self._publish(self.replica.state.commit.policy_version)
 
     def _publish(self, version: int) -> None:
@@ -102,6 +105,16 @@ class TrainerService:
             self._manifests.popitem(last=False)
 
     # Callable from any thread.
+
+    def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
+        """A standby becomes `replica`. It must copy the state, as every replacement."""
+        self.take_name(replica, incarnation)
+        reporter.become(replica=replica, incarnation=incarnation, secret=secret)
+
+    def take_name(self, replica: ReplicaId, incarnation: int) -> None:
+        """The part of `promote` that concerns this service; idempotent."""
+        self._spawn = replace(self._spawn, replica=replica, incarnation=incarnation)
+        self.replica.take_name(replica, incarnation)
 
     def info(self) -> TrainerInfo:
         holder = self._server.holder(self._spawn.replica, self._spawn.incarnation)
@@ -161,7 +174,13 @@ class TrainerService:
             WireError: the holder could not provide everything to every rank; nothing was changed.
             ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
-        self._on_stage(COPY)
+        with reporter.phase(Phase.COPY):
+            self._on_stage(COPY)
+            self.replica.load_state(*self._pulled(holder))
+            self._publish(self.replica.state.commit.policy_version)
+
+    def _pulled(self, holder: Holder) -> tuple[dict[str, Tensor], str]:
+        """This rank's part of the state that `holder` has, and its metadata."""
         rank = self._ranks.rank
         lost, tensors, meta = "", dict[str, Tensor](), ""
         try:
@@ -178,8 +197,7 @@ class TrainerService:
             lost = f"rank {rank}: {e}"
         if lost := self._ranks.agree(lost):
             raise WireError(lost)
-        self.replica.load_state(tensors, meta)
-        self._publish(self.replica.state.commit.policy_version)
+        return tensors, meta
 
     def take_snapshot(self) -> int:
         """Copies the whole state, at the first rank, for `write_checkpoint`. Returns its step.

@@ -303,7 +303,7 @@ class TrainerState:
         # Version -> weights, of several ranks this rank's rows; only the working thread reads it.
         self.previous: Mapping[int, dict[str, torch.Tensor]] = {}
         self._versions_kept = versions_kept
-        self._replica = replica
+        self.replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)
         self.num_parameters = sum(n.num_parameters for n in self._networks)
         self.commit, self.band = commit, LearnedBand()
@@ -383,7 +383,7 @@ class TrainerState:
         if not bool(torch.isfinite(torch.tensor(norms)).all()):
             for network in self._networks:
                 network.drop_gradient()
-            raise NonFiniteValue(replica=self._replica, step=step, what="the sum of finite gradients")
+            raise NonFiniteValue(replica=self.replica, step=step, what="the sum of finite gradients")
         return norm
 
     def _move(self, step: int) -> None:
@@ -423,7 +423,7 @@ class TrainerState:
         with self._lock:
             if version != self.commit.policy_version:
                 raise StaleIncarnation(
-                    replica=self._replica, wanted=f"version {self.commit.policy_version}", got=f"version {version}"
+                    replica=self.replica, wanted=f"version {self.commit.policy_version}", got=f"version {version}"
                 )
             if self._snapshot is None or self._snapshot.version != version:
                 weights = self.policy.weights()
@@ -503,7 +503,7 @@ class TrainerState:
                 raise self._mismatch(name, f"expected {want}, got {got.dtype} {tuple(got.shape)}")
 
     def _mismatch(self, tensor: str, reason: str) -> ProofMismatch:
-        return ProofMismatch(replica=self._replica, part="state", tensor=tensor, reason=reason)
+        return ProofMismatch(replica=self.replica, part="state", tensor=tensor, reason=reason)
 
     def _digest_weights(self) -> str:
         self._entries, *critic = (

@@ -151,6 +151,13 @@ class TrainerReplica:
 
     # Callable from any thread.
 
+    def take_name(self, replica: ReplicaId, incarnation: int) -> None:
+        """Of the replica that this one, a standby, replaces."""
+        self.replica, self.incarnation = replica, incarnation
+        for state in (self.state, self._draft):
+            if state is not None:
+                state.replica = replica
+
     def info(self, holder: Holder) -> TrainerInfo:
         """`holder`: this replica's tensor server."""
         commit = self.state.commit

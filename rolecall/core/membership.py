@@ -4,13 +4,21 @@ Recovery writes `Desired` (replica, incarnation, node), fenced by its lease. The
 grows the epoch. A control loop compares the two, so a lost message only delays a repair.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from rolecall.core.ids import NodeId, ReplicaId
 
-STANDBY_ROLE = "standby"
-"""A standby is the replica `standby/<k>` until it is promoted; it then takes the name of the replica it replaces."""
+STANDBY_ROLE, TRAINER_STANDBY_ROLE = "standby", "trainer-standby"
+STANDBY_ROLES: Mapping[str, str] = MappingProxyType({STANDBY_ROLE: "rollout", TRAINER_STANDBY_ROLE: "trainer"})
+"""Role of a standby -> role of the replicas that it can replace. A standby is the replica `standby/<k>` until it is
+promoted; it then takes the name of the replica it replaces."""
+
+
+def is_standby(replica: str) -> bool:
+    return replica.partition("/")[0] in STANDBY_ROLES
 
 
 class ReplicaState(StrEnum):

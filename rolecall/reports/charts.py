@@ -15,6 +15,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from rolecall.core.membership import STANDBY_ROLES, is_standby
 from rolecall.core.text import escape, plain, seconds
 from rolecall.views.lifetimes import replica_order
 
@@ -28,7 +29,7 @@ ROW = 27  # one lane
 GROUP_GAP = 9
 BAR = 13
 BADGE_ROW = 20
-ROLE_ORDER = ("trainer", "rollout", "standby", "reward", "controller")
+ROLE_ORDER = ("trainer", "rollout", *STANDBY_ROLES, "reward", "controller")
 SMOOTH_STEPS = 5
 """The bold reward curve is the mean of this many steps: the reward of one step has the noise of one batch."""
 
@@ -366,21 +367,21 @@ def _add_incarnation(report: Mapping[str, Any], life: Mapping[str, Any], top: fl
     end, pixel = float(report["wall_seconds"]), _seconds_per_pixel(report)
     until = min([float(t) for t in (life["lost"], life["stopped"]) if t is not None] + [end])
     name = f"{life['replica']}#{life['incarnation']}, pid {life['pid']} on {life['node']}"
-    is_standby = str(life["replica"]).startswith("standby/")
-    is_replacement = life["incarnation"] > 1 and not is_standby
+    stands_by = is_standby(life["replica"])
+    is_replacement = life["incarnation"] > 1 and not stands_by
     begun = life["starting"] if life["starting"] is not None else life["ready"]
-    working = life["ready"] if is_standby or life["serving"] is None else life["serving"]
+    working = life["ready"] if stands_by or life["serving"] is None else life["serving"]
     if begun is not None:
         stop = min(float(working), until) if working is not None else until
         stop = max(stop, float(begun) + pixel)
         bars.append(_bar(float(begun), stop, top, 5, "var(--starting)", f"{name}: starting"))
     if working is None or float(working) >= until:
         return
-    fill = "none" if is_standby else "var(--lane-new)" if is_replacement else "var(--lane)"
-    state = "warm standby" if is_standby else "serving"
+    fill = "none" if stands_by else "var(--lane-new)" if is_replacement else "var(--lane)"
+    state = "warm standby" if stands_by else "serving"
     title = f"{name}: {state} from {seconds(float(working))}"
     stop = max(until, float(working) + pixel)
-    bars.append(_bar(float(working), stop, top, BAR, fill, title, "var(--lane)" if is_standby else "none"))
+    bars.append(_bar(float(working), stop, top, BAR, fill, title, "var(--lane)" if stands_by else "none"))
     if is_replacement and (stop - float(working)) / pixel > 150:
         origin = "from standby" if life["from_standby"] else "new process"
         labels.append({"at": stop, "y": top, "text": f"#{life['incarnation']} {origin}"})

@@ -22,7 +22,7 @@ from rolecall.core.errors import CommandRefused, ConfigError, JournalUnavailable
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir, create_run_dir, open_run_dir
 from rolecall.core.text import counted
 from rolecall.recovery.incidents import NO_CHANNEL
@@ -288,8 +288,8 @@ class Session:
             for r, record in current.items()
             if record.state is ReplicaState.SERVING and r in desired and record.incarnation == desired[r].incarnation
         }
-        wanted = {r for r in desired if not r.startswith(STANDBY_ROLE)}
-        standbys = [r for r in desired if r.startswith(STANDBY_ROLE)]
+        wanted = {r for r in desired if not is_standby(r)}
+        standbys = [r for r in desired if is_standby(r)]
         opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
         closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
         restarted = journal.events(kinds=[EventKind.COMPONENT_RESTARTED])

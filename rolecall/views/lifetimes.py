@@ -19,7 +19,7 @@ from rolecall.core.journal.payloads import (
     ReplicaStopped,
     WeightsAdmitted,
 )
-from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.membership import Actual, ReplicaState, is_standby
 
 Key = tuple[str, int]
 """(replica, incarnation)."""
@@ -147,11 +147,11 @@ def pids_kept(
         key, process = (said.replica, said.incarnation), (said.pid, said.start_ticks)
         if seen.setdefault(key, process) != process:
             wrong.append(f"{_name(key)} was pid {seen[key][0]} and became pid {process[0]} under the same incarnation")
-    elsewhere = {life.process for life in known.values() if life.role != STANDBY_ROLE}
+    elsewhere = {life.process for life in known.values() if not is_standby(life.replica)}
 
     def went_on(life: IncarnationRecord) -> bool:
         """A standby's process that continues under the name of the replica it replaced."""
-        return life.role == STANDBY_ROLE and life.process in elsewhere
+        return is_standby(life.replica) and life.process in elsewhere
 
     by_replica: dict[str, list[IncarnationRecord]] = {}
     for life in known.values():
@@ -168,7 +168,7 @@ def pids_kept(
         lost_early = last.lost_at is not None and last.lost_at < work_ended_at
         if lost_early and key not in named and key not in struck and not went_on(last):
             wrong.append(f"{_name(key)} (pid {last.pid}) was lost, and no plan named it: {last.because}")
-        kept += not changes and not lost_early and last.role != STANDBY_ROLE
+        kept += not changes and not lost_early and not is_standby(replica)
     return PidsKept(ok=not wrong, num_kept=kept, named=tuple(sorted(_name(k) for k in named)), violations=tuple(wrong))
 
 

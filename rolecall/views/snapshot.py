@@ -16,7 +16,7 @@ from rolecall.core.journal.payloads import (
     RunStarted,
     StepCommitted,
 )
-from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.membership import Actual, Desired, ReplicaState, is_standby
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.text import in_words
 from rolecall.recovery.durations import IncidentDurations, durations
@@ -42,7 +42,7 @@ class ReplicaRow:
 
     @property
     def serves(self) -> bool:
-        standby = self.replica.startswith("standby/") and self.state == ReplicaState.READY
+        standby = is_standby(self.replica) and self.state == ReplicaState.READY
         return standby or self.state == ReplicaState.SERVING
 
 

@@ -14,6 +14,7 @@ SETTINGS = (
     "runtime.trainer_ranks=2",
     "runtime.rollout_ranks=2",
     "runtime.standbys=0",
+    "runtime.trainer_standbys=1",
     "runtime.startup_timeout_seconds=240",
     "roles.rollout=1",  # without it training waits, and leaves the cores to its replacement
     "roles.reward=1",
@@ -25,6 +26,7 @@ LOST = {"trainer/1 rank 1": "trainer-kill", "rollout/0 rank 1": "rollout-kill"}
 def test_a_lost_rank_is_named_and_its_replica_alone_is_replaced(tmp_path: Path) -> None:
     words = [word for setting in SETTINGS for word in ("--set", setting)]
     with demo_run(tmp_path, "ranks", ["--seed", "7", "--steps", "40", "--faults", "none", *words]) as run:
+        eventually(lambda: run.observer.states.get(("trainer-standby/0", 1)) == "ready", "the standby", seconds=240)
         for number, (target, kind) in enumerate(LOST.items(), 1):
             run.until_step(5 * number, 240)
             told = command("inject", str(run.path), "--kind", kind, "--target", target)
@@ -45,3 +47,4 @@ def test_a_lost_rank_is_named_and_its_replica_alone_is_replaced(tmp_path: Path) 
     for incident, target in zip(found, LOST, strict=True):
         assert f"{target} (" in incident["because"] and incident["fault_class"] == "crash"
         assert (incident["action"], incident["outcome"]) == ("replace_replica", "resolved")
+    assert [r["from_standby"] for i in found for r in i["replacements"]] == [True, False]

@@ -107,9 +107,12 @@ def test_a_plan_lists_its_side_effects(world: World) -> None:
     actuator = RayRuntime(world.journal)
     assert actuator.also_hit(plan(("trainer/0", 1, "n"))) == ()
     assert actuator.also_hit(plan(action=A.STOP_JOB)) == ("every process of the job",)
-    world.journal.set_desired(Desired(replica=ReplicaId("standby/0"), incarnation=1, node=NodeId("node-9")))
+    for name, node in (("standby/0", "node-9"), ("trainer-standby/0", "node-10")):
+        world.journal.set_desired(Desired(replica=ReplicaId(name), incarnation=1, node=NodeId(node)))
     world.runtime.tick()
     for _ in range(3):
         world.step()
     world.run(3)
     assert actuator.also_hit(plan(("rollout/1", 1, "n"))) == ("standby/0 becomes rollout/1",)
+    both = plan(("trainer/0", 1, "n"), ("trainer/1", 1, "n"), ("rollout/1", 1, "n"))
+    assert actuator.also_hit(both) == ("trainer-standby/0 becomes trainer/0", "standby/0 becomes rollout/1")

@@ -33,6 +33,7 @@ WORKS, STILL = (True, "7 units"), (False, "no unit yet")
         ("rollout/1", 2, R.SERVING, WORKS, 21.0, True, None),
         ("standby/0", 2, R.READY, STILL, 1.0, True, None),
         ("standby/0", 2, R.STARTING, STILL, 1.0, False, None),
+        ("trainer-standby/0", 2, R.READY, STILL, 1.0, True, None),
     ],
 )
 def test_verify(

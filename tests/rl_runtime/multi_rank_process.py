@@ -56,9 +56,16 @@ class MultiRankProcess:
     """The test's handle on one replica."""
 
     def __init__(
-        self, run: RunDir, index: int, job: JobConfig, incarnation: int = 1, *, device: DeviceName = "cpu"
+        self,
+        run: RunDir,
+        index: int,
+        job: JobConfig,
+        incarnation: int = 1,
+        *,
+        device: DeviceName = "cpu",
+        role: str = "trainer",
     ) -> None:
-        self.replica, self.incarnation, self._run, self._job = replica_id("trainer", index), incarnation, run, job
+        self.replica, self.incarnation, self._run, self._job = replica_id(role, index), incarnation, run, job
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self._conn, theirs = context.Pipe()
@@ -81,6 +88,10 @@ class MultiRankProcess:
     def ask(self, method: str, *args: Any) -> Any:
         self.send(method, *args)
         return self.answer()
+
+    def promote(self, replica: ReplicaId, incarnation: int) -> None:
+        self.ask("promote", replica, incarnation, "a secret")
+        self.replica, self.incarnation = replica, incarnation
 
     def further_ranks(self) -> list[tuple[int, int]]:
         """(PID, start time) of each."""

@@ -147,7 +147,7 @@ def test_a_job_needs_as_many_gpus_as_its_replicas_have_ranks() -> None:
 
 def test_an_actor_requests_a_gpu_for_each_rank_where_its_role_computes() -> None:
     runtime = job(trainer_ranks=2, rollout_ranks=4).runtime
-    wanted = {"trainer/1": 2, "rollout/0": 4, "standby/0": 4, "reward/0": 0, "controller/0": 0}
+    wanted = {"trainer/1": 2, "rollout/0": 4, "standby/0": 4, "trainer-standby/0": 2, "reward/0": 0, "controller/0": 0}
     assert {name: num_gpus(ReplicaId(name), "cuda", runtime) for name in wanted} == wanted
     assert {num_gpus(ReplicaId(name), "cpu", runtime) for name in wanted} == {0}
 

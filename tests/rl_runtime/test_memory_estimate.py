@@ -149,17 +149,27 @@ def test_constants_are_those_of_the_code() -> None:
 
 def test_every_process_of_a_job_is_counted() -> None:
     job = job_of(
-        roles={"trainer": 2, "rollout": 3, "reward": 4}, runtime={"nodes": 9, "standbys": 1, "rollout_ranks": 2}
+        roles={"trainer": 2, "rollout": 3, "reward": 4},
+        runtime={"nodes": 9, "standbys": 1, "trainer_standbys": 2, "rollout_ranks": 2},
     )
     found = {need.role: (need.num_replicas, len(need.ranks)) for need in needs(job, LARGE)}
     assert found == {
         "trainer": (2, 1),
         "rollout": (3, 2),
         "standby": (1, 2),
+        "trainer-standby": (2, 1),
         "reward": (4, 1),
         "controller": (1, 1),
         "node": (9, 1),
     }
+
+
+def test_a_trainer_standby_needs_what_a_trainer_does_that_writes_no_checkpoint() -> None:
+    job = job_of(runtime={"trainer_standbys": 3, "trainer_ranks": 2})
+    found = {need.role: need for need in needs(job, LARGE)}
+    trainers, standbys = found["trainer"], found["trainer-standby"]
+    assert standbys.host_bytes == 3 * sum(trainer_need(job, LARGE, rank, writes=False).host_bytes for rank in (0, 1))
+    assert standbys.ranks[1:] == trainers.ranks[1:]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLES
 
 RULES_MAX = 64
 PATTERN_CHARACTERS_MAX = 500
@@ -285,8 +285,9 @@ def _rule(item: Any, path: str, problems: list[str]) -> Rule | None:
     name, role = item.get("name", ""), item.get("role", "")
     if not isinstance(name, str) or not ID_PATTERN.fullmatch(name):
         problems.append(f"{path}.name: invalid name {name!r} (lowercase letters, digits, '-')")
-    if not isinstance(role, str) or not ID_PATTERN.fullmatch(role) or role == STANDBY_ROLE:
-        problems.append(f"{path}.role: invalid role {role!r} (lowercase letters, digits, '-'; not {STANDBY_ROLE!r})")
+    if not isinstance(role, str) or not ID_PATTERN.fullmatch(role) or role in STANDBY_ROLES:
+        reserved = " or ".join(map(repr, STANDBY_ROLES))
+        problems.append(f"{path}.role: invalid role {role!r} (lowercase letters, digits, '-'; not {reserved})")
     title = _pattern(item.get("title"), f"{path}.title", problems)
     cmdline = _pattern(item.get("cmdline"), f"{path}.cmdline", problems)
     environ = _patterns(item.get("environ", {}), f"{path}.environ", problems)

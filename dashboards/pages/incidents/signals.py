@@ -17,7 +17,7 @@ from typing import Any
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import StepCommitted
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLES
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import MetricScope, MetricType
 from rolecall.core.policy_health import policy_health_of
@@ -295,7 +295,7 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
 def _signals(observations: Sequence[Observation], diagnosis: Diagnosis) -> Signals:
     by_process = _by_process(observations)
     accused = {key for key in by_process if any(_is(key, s) for s in diagnosis.suspects)}
-    roles = {by_process[key][0].sample.role for key in accused} - {STANDBY_ROLE}
+    roles = {by_process[key][0].sample.role for key in accused} - STANDBY_ROLES.keys()
     peers = {k for k, found in by_process.items() if k not in accused and found[0].sample.role in roles}
     if not accused:
         return Signals(missing=_missing_suspects(diagnosis, bool(by_process)))

@@ -19,7 +19,7 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import IncidentOpened, PlanBlocked, PlanCreated
 from rolecall.core.journal.store import canonical
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import is_standby
 from rolecall.core.text import in_words, percent, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet_view import FleetView
@@ -259,7 +259,7 @@ def _by_fact(inputs: DecisionInputs) -> Iterable[Change]:
     policy_input = inputs.policy_input
     replicas = policy_input.fleet.replicas
     if policy_input.fleet.standbys():
-        without = tuple(r for r in replicas if r.role != STANDBY_ROLE)
+        without = tuple(r for r in replicas if not is_standby(r.replica))
         yield "there were no warm standby", _with_fleet(inputs, without)
     named = {s.replica for s in policy_input.diagnosis.suspects if s.replica}
     if named:
@@ -435,7 +435,7 @@ def _peers(inputs: DecisionInputs) -> list[str]:
     """Other working replicas; those of the suspects' roles first."""
     named = {s.replica for s in inputs.policy_input.diagnosis.suspects}
     roles = {split_replica(r)[0] for r in named if r}
-    rest = [r for r in inputs.policy_input.fleet.replicas if r.replica not in named and r.role != STANDBY_ROLE]
+    rest = [r for r in inputs.policy_input.fleet.replicas if r.replica not in named and not is_standby(r.replica)]
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.diagnosis import ActionKind, Suspect
 from rolecall.core.journal.evaluations import EvaluationPoint
 from rolecall.core.journal.payloads import EvaluationFinished, OncallPaged
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import counted, in_words, percent, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
     GLYPHS,
@@ -178,7 +178,7 @@ def state_of(
         return "quarantined"
     if not row.serves:
         return "starting"
-    return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
+    return "standby" if is_standby(row.replica) else "healthy"
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:

@@ -6,8 +6,8 @@ engine drops their findings while the cause stands. Explanations between fault c
 (`FaultSpec.suppresses`) and applied at the end, by fusion.
 
 Several stages need the processes without progress where progress is due (`Tick.stalls`). One is overdue when its
-deadline has passed on the wall clock and `EFFECTIVE_SHARE` of it on the effective clock, which does not advance while
-its neighbours starve it of CPU.
+deadline has passed on the wall clock and a part of it (`Deadline.effective_share`) on the effective clock, which does
+not advance while its neighbours starve it of CPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,20 @@ from typing import Any, Protocol
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
-from rolecall.core.telemetry import AgentEvent, Phase
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import (
     BEATS,
     LONG_UNITS_FACTOR,
+    SINGLE_PHASES,
     Deadline,
     MonitoredProcess,
     ProgressClocks,
     learned_deadline,
+    single_deadline,
 )
 from rolecall.detector.live.processes import MonitoredProcesses
 
-EFFECTIVE_SHARE = 0.4
-"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
-more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
 EPOCH_JOIN_SECONDS = 15.0
 """Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member)
 and the state copy of the new member."""
@@ -52,6 +51,10 @@ RARE_PHASES = frozenset({Phase.CHECKPOINT})
 """Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
 enough of them have been observed the first-unit deadline applies."""
 
+PHASES_BEFORE_WORK = SINGLE_PHASES | PHASES_WITHOUT_DUE_PROGRESS
+"""Of a process that has not worked yet: imports hold the interpreter in a start, and nothing does in the others. In
+other phases its first unit of work may compile."""
+
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL, Phase.STEP})
 
 
@@ -68,7 +71,7 @@ class Stall:
     def ripe(self) -> bool:
         """Whether it is overdue."""
         seconds = self.deadline.seconds
-        return self.clocks.wall >= seconds and self.clocks.effective >= EFFECTIVE_SHARE * seconds
+        return self.clocks.wall >= seconds and self.clocks.effective >= self.deadline.effective_share * seconds
 
 
 def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
@@ -76,8 +79,9 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     role, phase = subject.role, subject.phase
     if phase == Phase.IDLE:
         phase = Phase.GENERATE  # with open requests: the deadline of generation applies
-    known = phase in subject.phases_done or (subject.experienced and phase not in RARE_PHASES)
-    if phase == Phase.START or not known:
+    if phase in SINGLE_PHASES:
+        return single_deadline(fleet.gaps.longest(role, phase), subject.incarnation, config)
+    if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
         return learned_deadline(None, config)
     p99 = fleet.gaps.p99(role, phase)
     if p99 is None and phase not in RARE_PHASES:
@@ -94,6 +98,15 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     return deadline
 
 
+def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
+    """Deadline of the subject's next heartbeat."""
+    if subject.worked or subject.stopped:  # a stopped process does not import or compile
+        return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+    if subject.phase in PHASES_BEFORE_WORK:
+        return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
+    return learned_deadline(None, config)
+
+
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
     """Every live process without recent progress, with the applicable clocks and deadline."""
     found = []
@@ -105,28 +118,21 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
             continue
         if subject.sample is None or subject.gone or subject.finished:
             continue
-        if subject.beats_seen:
-            # Until a first unit of work the first-unit deadline applies: imports and compilation hold the interpreter.
-            deadline = learned_deadline(
-                (fleet.gaps.p99(subject.role, BEATS) or 0.0) if subject.worked else None, config
-            )
-            # A process without heartbeats that still makes progress is not hung: only its side thread died.
-            if subject.beat.wall > EMERGING_BEAT_SECONDS and (
-                not subject.progress_due or subject.stall.wall > EMERGING_BEAT_SECONDS
-            ):
-                found.append(Stall(subject, deadline, subject.beat, True))
-                continue
-        if subject.progress_due:
+        # A process without heartbeats that still makes progress is not hung: only its side thread died.
+        is_silent = subject.beats_seen and subject.beat.wall > EMERGING_BEAT_SECONDS
+        if is_silent and (not subject.progress_due or subject.stall.wall > EMERGING_BEAT_SECONDS):
+            found.append(Stall(subject, beat_deadline(fleet, subject, config), subject.beat, True))
+        elif subject.progress_due:
             found.append(Stall(subject, phase_deadline(fleet, subject, config), subject.stall, False))
     return [s for s in found if not _waits_in_its_replica(s, found)]
 
 
 def _waits_in_its_replica(stall: Stall, found: list[Stall]) -> bool:
-    """Whether another rank of its replica, whose ranks compute together, stands still and is what it waits for: one
-    without heartbeats, else one that began fewer exchanges."""
+    """Whether another rank of its replica, whose ranks start and compute together, stands still and is what it waits
+    for: one without heartbeats, else one that began fewer exchanges."""
     mine = stall.subject.sample
     assert mine is not None, "a stalled process has a sample"
-    if stall.beats_stopped or not mine.exchanges:
+    if stall.beats_stopped or not (mine.exchanges or mine.phase == Phase.START):
         return False
     return any(
         other.beats_stopped or (other.subject.sample and other.subject.sample.exchanges < mine.exchanges)

@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks, phase_text
+from rolecall.detector.live.monitored_process import STOPPED_STATES, MonitoredProcess, ProgressClocks, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import (
@@ -97,7 +97,7 @@ def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bo
         return f"no heartbeat, {used}: a busy loop holds the interpreter"
     if beats_stopped:
         state = subject.sample.proc_state if subject.sample else "?"
-        seen = f" (state {state})" if state in ("T", "t") else ""
+        seen = f" (state {state})" if state in STOPPED_STATES else ""
         return f"process stopped{seen}, no heartbeat, {used}"
     if busy:
         return f"heartbeat continues, {used}: endless computation"

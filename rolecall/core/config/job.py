@@ -29,7 +29,7 @@ from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 from rolecall.core.journal.database import checked_url, redacted
-from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.membership import STANDBY_ROLE, STANDBY_ROLES, TRAINER_STANDBY_ROLE
 from rolecall.core.text import counted, os_reason
 
 
@@ -162,7 +162,9 @@ class DetectorConfig(Section):
     hang_ceiling_seconds: Seconds = 60.0
     """Upper bound of a learned deadline, or three times the median where units are that long."""
     first_unit_seconds: Seconds = 120.0
-    """Deadline of start, compilation and the first unit of work of an incarnation."""
+    """Deadline of start, compilation and the first unit of work of an incarnation. A replacement must have started, and
+    copied the state, within three times the longest start, or copy, that the run has seen of its role, at least 30 s,
+    at most this."""
     slow_ratio: Annotated[float, Field(gt=1)] = 1.5
     """The sequential test detects replicas slower than their peers by this factor; half of its logarithm is allowed
     drift. For a replica without peers at work, compared with its own past alone, all of it is, and the factor is 2 at
@@ -264,6 +266,8 @@ class RuntimeConfig(Section):
     """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
     """Warm rollout processes that can take a replica's place."""
+    trainer_standbys: Annotated[int, Field(ge=0, le=16)] = 0
+    """Warm trainer processes that can take a trainer's place. Each has all ranks and the memory of a trainer."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
     """Tokens older than this many policy versions are not trained on. A group is dropped as stale only when all of its
     tokens are."""
@@ -295,7 +299,12 @@ class RuntimeConfig(Section):
 
     def computing_ranks(self) -> dict[str, int]:
         """Role -> ranks of each replica, of the roles whose ranks need a device."""
-        return {"trainer": self.trainer_ranks, "rollout": self.rollout_ranks, STANDBY_ROLE: self.rollout_ranks}
+        working = {"trainer": self.trainer_ranks, "rollout": self.rollout_ranks}
+        return working | {role: working[takes] for role, takes in STANDBY_ROLES.items()}
+
+    def num_standbys(self) -> dict[str, int]:
+        """Role of the standbys -> number of them."""
+        return {STANDBY_ROLE: self.standbys, TRAINER_STANDBY_ROLE: self.trainer_standbys}
 
     @model_serializer(mode="wrap")
     def _only_what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -310,6 +319,7 @@ _OMITTED_DEFAULTS = (
     "trainer_tensor_ranks",
     "rollout_ranks",
     "device",
+    "trainer_standbys",
     "rollout_memory_share",
     "rollout_cuda_graphs",
 )

@@ -332,10 +332,12 @@ CASES = (
     ),
     Case(
         "RolecallRoleDown",
-        "a standby is not counted",
+        "standbys are not counted",
         {
             'rolecall_replicas{@W,role="standby",state="ready"}': "0x40",
             'rolecall_replicas_wanted{@W,role="standby"}': "1x40",
+            'rolecall_replicas{@W,role="trainer-standby",state="ready"}': "0x40",
+            'rolecall_replicas_wanted{@W,role="trainer-standby"}': "1x40",
             "rolecall_run_step{@W}": "3x40",
             **RUNS,
         },

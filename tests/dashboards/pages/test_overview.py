@@ -287,6 +287,7 @@ def test_who_must_sign_in_sees_nothing_before(tmp_path: Path) -> None:
         ("wanted", "rollout/1", 1, {}, {}, "n", False, "starting"),
         ("ready", "rollout/1", 1, {}, {}, "n", False, "starting"),
         ("ready", "standby/0", 1, {}, {}, "n", False, "standby"),
+        ("ready", "trainer-standby/0", 1, {}, {}, "n", False, "standby"),
         ("serving", "rollout/1", 1, {}, {}, "bad", False, "quarantined"),
         ("lost", "rollout/1", 1, {}, {}, "bad", False, "lost"),
         ("stopped", "rollout/1", 1, {}, {}, "n", True, "ended"),

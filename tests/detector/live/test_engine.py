@@ -7,12 +7,15 @@ import time
 from statistics import median
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rolecall.core.config.job import DetectorConfig
+from rolecall.core.telemetry import Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.monitored_process import GAPS_KEPT, ProgressGaps, learned_deadline
+from rolecall.detector.live.monitored_process import GAPS_KEPT, ProgressGaps, learned_deadline, single_deadline
 from rolecall.detector.live.stages.stage import phase_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
@@ -102,6 +105,55 @@ def test_a_role_of_long_units_has_a_long_deadline() -> None:
     for _ in range(GAPS_KEPT):
         processes.gaps.add("rollout", "generate", 70.0)
     assert phase_deadline(processes, generating, CONFIG).seconds == 210.0
+
+
+@given(st.floats(0.0, 1e4), st.floats(0.0, 1e4), st.integers(2, 99))
+def test_the_deadline_of_a_replacement_is_three_times_the_longest_start(one: float, other: float, n: int) -> None:
+    shorter, longer = sorted((one, other))
+    deadline = single_deadline(longer, n, CONFIG)
+    assert deadline.learned and min(30.0, CONFIG.first_unit_seconds) <= deadline.seconds <= CONFIG.first_unit_seconds
+    assert deadline.seconds >= min(3 * longer, CONFIG.first_unit_seconds)
+    assert single_deadline(shorter, n, CONFIG).seconds <= deadline.seconds
+    short = DetectorConfig(first_unit_seconds=5.0)
+    assert single_deadline(longer, n, short).seconds == short.first_unit_seconds, "the setting is the upper bound"
+
+
+@given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99))
+def test_the_first_starts_of_a_run_are_not_compared(longest: float | None, incarnation: int) -> None:
+    deadline = single_deadline(longest, incarnation, CONFIG)
+    if longest is None or incarnation <= 1:
+        assert (deadline.seconds, deadline.learned) == (CONFIG.first_unit_seconds, False)
+
+
+def test_starts_are_learned_by_role_and_do_not_raise_the_deadlines_of_work() -> None:
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    for o in fleet.run(45.0):
+        detector.observe(o)
+    gaps = detector._fleet.gaps
+    for role in ("trainer", "rollout", "standby"):
+        longest = gaps.longest(role, Phase.START)
+        assert longest is not None and 1.0 < longest < 7.0
+    before = gaps.p99_of_role("trainer")
+    for _ in range(GAPS_KEPT):
+        gaps.add("trainer", Phase.START, 100.0)
+    assert gaps.p99_of_role("trainer") == before
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 1000), st.floats(5.0, 29.0))
+def test_a_replacement_that_starts_slowly_is_not_accused(seed: int, seconds: float) -> None:
+    """The first starts took 2 to 6 s, this one takes up to 29 s, beside a neighbour that takes both CPUs."""
+    fleet, detector = FakeFleet(seed=seed), LiveDetector(CONFIG)
+    for o in fleet.run(30.0):
+        detector.observe(o)
+    fleet.kill("rollout/1")
+    detector.observe(fleet.poll())
+    detector.forget("rollout/1", 2)
+    late = fleet.start("rollout", 1, incarnation=2)
+    late.until = fleet.now + seconds
+    fleet.burst(seconds, 2.0)
+    named = {s.replica for o in fleet.run(seconds) for d in detector.observe(o) for s in d.suspects}
+    assert "rollout/1" not in named
 
 
 def test_progressing_states_what_is_missing() -> None:

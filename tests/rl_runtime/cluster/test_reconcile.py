@@ -64,6 +64,10 @@ def described(instructions: list[ReconcileStep]) -> list[str]:
 
 
 STANDBY = (want("standby/0", node="node-6"), have("standby/0", pid=106, node="node-6"))
+TRAINER_STANDBY = (
+    want("trainer-standby/0", node="node-5"),
+    have("trainer-standby/0", pid=105, node="node-5"),
+)
 
 TABLE = {
     "nothing is wanted, nothing is there": (fleet([], []), []),
@@ -126,6 +130,34 @@ TABLE = {
     "a trainer does not": (
         fleet([want("trainer/0", 2), STANDBY[0]], [have("trainer/0", state=S.LOST), STANDBY[1]], dead=("trainer/0#1",)),
         ["Start trainer/0#2"],
+    ),
+    "a trainer takes a trainer standby": (
+        fleet(
+            [want("trainer/0", 2), STANDBY[0], TRAINER_STANDBY[0]],
+            [have("trainer/0", state=S.LOST), STANDBY[1], TRAINER_STANDBY[1]],
+            dead=("trainer/0#1",),
+        ),
+        ["Promote trainer/0#2"],
+    ),
+    "a rollout does not": (
+        fleet(
+            [want("rollout/0", 2), TRAINER_STANDBY[0]],
+            [have("rollout/0", state=S.LOST), TRAINER_STANDBY[1]],
+            dead=("rollout/0#1",),
+        ),
+        ["Start rollout/0#2"],
+    ),
+    "each role has its own standbys": (
+        fleet(
+            [want("rollout/0", 2), want("trainer/0", 2), want("trainer/1", 2), STANDBY[0], TRAINER_STANDBY[0]],
+            [have(r, state=S.LOST) for r in ("rollout/0", "trainer/0", "trainer/1")] + [STANDBY[1], TRAINER_STANDBY[1]],
+            dead=("rollout/0#1", "trainer/0#1", "trainer/1#1"),
+        ),
+        ["Promote rollout/0#2", "Promote trainer/0#2", "Start trainer/1#2"],
+    ),
+    "a reward worker has none": (
+        fleet([want("reward/0", 2), *STANDBY[:1]], [have("reward/0", state=S.LOST), STANDBY[1]], dead=("reward/0#1",)),
+        ["Start reward/0#2"],
     ),
     "nor a rollout that must not be": (
         fleet(
@@ -198,8 +230,9 @@ def test_a_quarantined_node_takes_nothing() -> None:
     assert set(free_nodes(shut)).isdisjoint(shut.quarantined)
 
 
-def test_used_up_standby_is_refilled_on_the_free_node_after_a_while() -> None:
-    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=NOW)
+@pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
+def test_used_up_standby_is_refilled_on_the_free_node_after_a_while(standby: str) -> None:
+    used = replace(have(standby, state=S.STOPPED, node="node-6"), changed_at=NOW)
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)] + [have("rollout/0", node="node-5")]
     promoted = have("rollout/1", 2, state=S.SERVING, node="node-6", pid=106)
     world = fleet(
@@ -209,7 +242,7 @@ def test_used_up_standby_is_refilled_on_the_free_node_after_a_while() -> None:
     assert reconcile(world, NOW + REFILL_SECONDS - 0.1) == []
     (refill,) = reconcile(world, NOW + REFILL_SECONDS)
     assert isinstance(refill, RefillStandby)
-    assert (refill.replica, refill.incarnation, refill.node) == ("standby/0", 2, "node-4")
+    assert (refill.replica, refill.incarnation, refill.node) == (standby, 2, "node-4")
 
 
 def test_no_refill_while_a_replica_is_missing() -> None:
@@ -234,7 +267,8 @@ class World:
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.now, self.next_pid = rng, NOW, 1000
-        self.desired = {d.replica: d for d in (want(r, node=n) for r, n in place(JobConfig()).items())}
+        placed = place(parse_job({"runtime": {"trainer_standbys": 1, "nodes": 8}}))
+        self.desired = {d.replica: d for d in (want(r, node=n) for r, n in placed.items())}
         self.actual: dict[tuple[ReplicaId, int], Actual] = {}
         self.living: set[int] = set()
 
@@ -323,3 +357,5 @@ def test_placement_of_the_default_job() -> None:
 def test_too_few_nodes_are_reported_with_the_role_that_lacks_them() -> None:
     with pytest.raises(NotEnoughNodes, match=r"need 7 .*rollout lacks 1 of 3, standby lacks 1 of 1"):
         place(parse_job({"runtime": {"nodes": 5}}))
+    with pytest.raises(NotEnoughNodes, match=r"need 9 .*trainer-standby lacks 1 of 2"):
+        place(parse_job({"runtime": {"nodes": 8, "trainer_standbys": 2}}))

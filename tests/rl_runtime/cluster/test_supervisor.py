@@ -166,28 +166,26 @@ def test_a_replacement_starts_only_when_the_old_process_is_gone(rig: Rig) -> Non
     assert fenced is not None and fenced.state is S.LOST and "incarnation 2 takes its place" in fenced.because
 
 
-def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("replica", "name"), [("rollout/0", "standby/0"), ("trainer/0", "trainer-standby/0")])
+def test_a_standby_is_promoted_with_its_process_and_refilled(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, replica: str, name: str
+) -> None:
     monkeypatch.setattr(decision, "REFILL_SECONDS", 0.2)
-    rig.want("rollout/0", node="node-3")
-    rig.want("standby/0", node="node-6")
-    old, standby = rig.until("rollout/0", 1, S.READY), rig.until("standby/0", 1, S.READY)
+    rig.want(replica, node="node-3")
+    rig.want(name, node="node-6")
+    old, standby = rig.until(replica, 1, S.READY), rig.until(name, 1, S.READY)
     os.kill(old.pid, signal.SIGKILL)
-    rig.until("rollout/0", 1, S.LOST)
-    rig.want("rollout/0", 2, "node-3")
-    new = rig.until("rollout/0", 2, S.READY)
-    assert (new.pid, new.start_ticks, new.node, new.actor) == (
-        standby.pid,
-        standby.start_ticks,
-        "node-6",
-        "r:standby-0:1",
-    )
-    secret = registration_secret(rig.run.token(), "rollout/0", 0, 2)
-    assert rig.actors.promoted == [("r:standby-0:1", "rollout/0", 2, secret)]
-    assert rig.events(EventKind.REPLICA_READY)[-1].payload.from_standby == "standby/0"
-    refilled = rig.until("standby/0", 2, S.READY)
+    rig.until(replica, 1, S.LOST)
+    rig.want(replica, 2, "node-3")
+    new = rig.until(replica, 2, S.READY)
+    actor = actor_name("r", name, 1)
+    assert (new.pid, new.start_ticks, new.node, new.actor) == (standby.pid, standby.start_ticks, "node-6", actor)
+    assert rig.actors.promoted == [(actor, replica, 2, registration_secret(rig.run.token(), replica, 0, 2))]
+    assert rig.events(EventKind.REPLICA_READY)[-1].payload.from_standby == name
+    refilled = rig.until(name, 2, S.READY)
     assert refilled.node in set(rig.supervisor.nodes) - {"node-6"}
-    assert rig.actors.processes["r:standby-0:1"].poll() is None, "the promoted process was ended under its old name"
-    used = rig.actual("standby/0", 1)
+    assert rig.actors.processes[actor].poll() is None, "the promoted process was ended under its old name"
+    used = rig.actual(name, 1)
     assert used is not None and used.state is S.STOPPED
 
 

@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, PeerLost
+from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, PeerLost, StaleIncarnation
+from rolecall.core.ids import ReplicaId
+from rolecall.core.membership import TRAINER_STANDBY_ROLE
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.rl_runtime.processes import former_ranks
 from rolecall.rl_runtime.rank_processes import RANK_EXIT
 from rolecall.rl_runtime.trainer import checkpoint
 from tests.rl_runtime.multi_rank_process import MultiRankProcess, join, tell_step
@@ -38,8 +41,8 @@ def run(tmp_path: Path) -> RunDir:
 def start(run: RunDir) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def started(index: int, ranks: int = 2, incarnation: int = 1) -> MultiRankProcess:
-            process = MultiRankProcess(run, index, job(ranks), incarnation)
+        def started(index: int, ranks: int = 2, incarnation: int = 1, role: str = "trainer") -> MultiRankProcess:
+            process = MultiRankProcess(run, index, job(ranks), incarnation, role=role)
             stack.callback(process.close)
             return process
 
@@ -72,6 +75,28 @@ def test_the_ranks_end_with_their_first_one(start: Start, stopped: bool) -> None
         os.kill(pid, signal.SIGSTOP)
     trainer.process.kill()
     trainer.assert_gone()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_promoted_standby_copies_the_state_and_steps_with_the_others(start: Start, run: RunDir, ranks: int) -> None:
+    survivor, standby = start(0, ranks), start(0, ranks, role=TRAINER_STANDBY_ROLE)
+    for process in (survivor, standby):
+        process.answer()
+    assert not standby.ask("info").has_state, "it never trains with the weights that it has created"
+    join(1, survivor)
+    stepped(1, 0, survivor)
+    of_standby = standby.further_ranks()
+    standby.promote(ReplicaId("trainer/1"), 2)
+    info = standby.ask("info")
+    assert (info.replica, info.incarnation, info.holder.replica, info.has_state) == ("trainer/1", 2, "trainer/1", False)
+    assert standby.further_ranks() == of_standby, "they are recorded under the new name"
+    assert [p.pid for p in former_ranks(run.path, ReplicaId("trainer/1"), 3)] == [pid for pid, _ in of_standby]
+    with pytest.raises(StaleIncarnation, match="state copied first"):
+        join(2, standby)
+    standby.ask("copy_from", survivor.ask("info").holder)
+    join(2, survivor, standby)
+    both = stepped(2, 1, survivor, standby)
+    assert both[0].commit == both[1].commit and both[1].replica == "trainer/1"
 
 
 def test_a_lost_rank_takes_its_replica_with_it_and_the_others_finish_the_step(start: Start, tmp_path: Path) -> None:

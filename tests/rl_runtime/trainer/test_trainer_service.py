@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from rolecall.agent.processes.state_pages import parse_page
 from rolecall.agent.reporter import reporter
-from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, ProofMismatch, StaleIncarnation
+from rolecall.core.errors import CheckpointCorrupt, CheckpointUnwritable, ProofMismatch, StaleIncarnation, WireError
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.rundir import create_run_dir
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.clients import is_code_error
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.trainer import checkpoint
@@ -44,6 +46,22 @@ def test_the_copy_for_a_checkpoint_is_a_phase_of_its_own(service: TrainerService
     assert service.take_snapshot() == -1
     after = parse_page(reporter.page_bytes())
     assert after.phase == before.phase and after.phase_entries == before.phase_entries + 2
+
+
+def test_a_copy_of_the_state_is_a_phase_of_its_own(service: TrainerService, tmp_path: Path) -> None:
+    seen: list[str] = []
+    spawn = make_spawn(RunDir(tmp_path / "r"), TRAINER, 2, NodeId("node-1"))
+    copy = TrainerService(spawn, JOB, on_stage=lambda _: seen.append(parse_page(reporter.page_bytes()).phase))
+    try:
+        before = parse_page(reporter.page_bytes()).phase
+        copy.copy_from(service.info().holder)
+        assert seen == [Phase.COPY] and parse_page(reporter.page_bytes()).phase == before
+        nowhere = replace(service.info().holder, port=1)
+        with pytest.raises(WireError):
+            copy.copy_from(nowhere)
+        assert parse_page(reporter.page_bytes()).phase == before
+    finally:
+        copy.close()
 
 
 def test_a_checkpoint_has_the_state_of_its_snapshot_after_the_next_step(

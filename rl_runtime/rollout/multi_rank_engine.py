@@ -36,6 +36,7 @@ class MultiRankEngine(VllmEngine):
 
     def __init__(self, settings: EngineSettings, place: EnginePlace, ranks: FurtherRanks) -> None:
         self._ranks = ranks
+        reporter.exchange()
         super().__init__(settings, place)
 
     def add(
@@ -86,6 +87,7 @@ def first_place(spawn: ActorSpec, settings: EngineSettings, ranks: FurtherRanks)
 def further_rank(start: RankStart, next_call: Next, answer: Callable[[Any], None]) -> None:
     import_vllm()
     _, (settings, file) = next_call()
+    reporter.exchange()
     engine = VllmEngine(settings, EnginePlace(rank=start.rank, file=file))
     injection, clock = start.injection(), SystemClock()
     reporter.enter_phase(Phase.IDLE)

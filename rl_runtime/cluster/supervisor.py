@@ -237,7 +237,7 @@ class Supervisor:
     def _recorded_self(self) -> dict[str, int]:
         me = os.getpid()
         record_process(self.run.path, "supervisor", me)
-        return {"pid": me, "start_ticks": process_start_ticks(me)}
+        return {"pid": me, "start_ticks": process_start_ticks(me) or 0}
 
     def _continue_run(self) -> None:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})

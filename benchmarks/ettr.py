@@ -255,6 +255,8 @@ def one_run(arm: str, seed: int, percent: float, roles: str, options: argparse.N
         line |= {"audit_ok": found["audit"]["ok"], "outcome": found["outcome"]}
     # Not the exit code: where nothing acts, incidents may be open at the end.
     line["ok"] = line.get("outcome") == "completed" and line["audit_ok"]
+    if not report.exists():
+        return line  # it did not start
     with driver.journal() as journal:
         events, actual = journal.events(), journal.actual()
     injections = driver.run.injections_path

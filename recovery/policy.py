@@ -22,8 +22,7 @@ rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4)
     beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
 
 Nothing healthy is restarted if the job has committed a step since the incident was opened: it works without the
-replica. Nor if two replacements in a row did not even start: then the software that is started is at fault, and on-call
-is paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
+replica. Nor if the replacements did not even start: then the software that is started is at fault, and on-call is paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
 already replaced needs no action.
 """
 
@@ -330,8 +329,9 @@ def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     if not why:
         return ""
     views = [v for t in targets if (v := facts.fleet.find(t.replica)) is not None]
-    if _deaths(past) >= DEATHS_ON_START_MAX and not any(v.started for v in views):
-        return f"{why}: the software that is started is at fault, not the machine; another node would not help"
+    if past and past[-1].failure is ActionFailure.DIED and not any(v.started for v in views):
+        software = ": the software that is started is at fault, not the machine; another node would not help"
+        return f"{why}{software if _deaths(past) >= DEATHS_ON_START_MAX else ''}"
     higher = _next_restart(facts, targets)
     if higher is None or higher not in facts.performable:
         return why

@@ -421,6 +421,7 @@ def test_a_job_that_works_without_the_replica_is_not_restarted() -> None:
 
 def test_replacements_that_do_not_even_start_restart_nothing() -> None:
     assert climb(*TWO_DEATHS, started=False) == ("tolerate", [])
+    assert climb(attempt(DIED), started=False, retries_per_replica_max=1) == ("tolerate", [])
 
 
 def test_slowness_and_requests_of_operators_escalate_nothing() -> None:

@@ -17,6 +17,7 @@ from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import UNDER_REPAIR, IncidentOutcome, IncidentProjection
 from rolecall.recovery.loop import Watch
 from rolecall.testing.recovery_world import FLEET
+from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import World
 
@@ -29,7 +30,9 @@ STILL_SECONDS = 60.0
 """When nothing was written for so long (verification takes 15 s at most), nothing more will come."""
 FAULTS = (FaultClass.CRASH, FaultClass.CRASH, FaultClass.HANG, FaultClass.SLOW)
 KEEPS_OUT = "reward/1"
-"""Nothing ever happens to this one, so nothing may be done to it."""
+"""Nothing ever happens to this one, so nothing may be done to it, but by a restart of its role or of the job."""
+TRAINERS = ("trainer/0", "trainer/1")
+COMMIT_SECONDS = 10.0
 
 
 class Slot:
@@ -72,7 +75,9 @@ class Simulation:
         self.paused = False
         self.actions_before_pause = 0
         self.num_faults = 0
+        self.commits_at = 0.0
         self.last_write = (0, 0.0)
+        self.restarted: set[str] = set()  # replicas that a restart of a role or of the job took down
 
     # --- trouble ---
 
@@ -116,6 +121,8 @@ class Simulation:
             if trouble:
                 self.trouble()
             self.world.step(seconds=STEP_SECONDS)
+            if trouble:
+                self.commit()
             # In turns, so that each may be first.
             self.slots.reverse()
             for slot in self.slots:
@@ -123,6 +130,12 @@ class Simulation:
             self.validate()
             if not trouble and self.settled():
                 return
+
+    def commit(self) -> None:
+        """The trainers commit a step where all work."""
+        if self.world.clock.monotonic() >= self.commits_at and all(map(self.world.runtime.healthy, TRAINERS)):
+            self.commits_at = self.world.clock.monotonic() + COMMIT_SECONDS
+            self.world.journal.append(filled(K.STEP_COMMITTED))
 
     def settled(self) -> bool:
         well = all(self.world.runtime.healthy(r) for r in FLEET)
@@ -143,31 +156,39 @@ class Simulation:
         self.book.refresh(world.journal)
         assert not self.book.broken, self.book.broken
         started = [
-            (t.replica, t.incarnation, a.started_at)
-            for i in self.book.incidents.values()
-            for a in i.attempts
-            if a.started_at is not None
-            for t in a.plan.targets
+            (i, a, t) for i in self.book.incidents.values() for a in i.attempts if a.started_at for t in a.plan.targets
         ]
-        named = [(str(r), n) for r, n, _ in started]
+        every = {(str(t.replica), t.incarnation) for _, _, t in started}
+        at_fault = [(a, str(t.replica), t.incarnation) for i, a, t in started if t.replica in i.at_fault(a.plan)]
+        named = [(r, n) for _, r, n in at_fault]
         assert len(set(named)) == len(named), f"two actions on one incarnation: {named}"
         replaced = world.runtime.replaced
-        assert len(set(replaced)) == len(replaced) and set(replaced) <= set(named), "touched without a plan"
-        self.validate_limits([at for _, _, at in started if at is not None], named)
+        assert len(set(replaced)) == len(replaced) and set(replaced) <= every, "touched without a plan"
+        restarts = [t for _, a, t in started if a.plan.action.is_restart]
+        self.restarted |= {str(t.replica) for t in restarts}
+        self.validate_limits(
+            [a.started_at or 0.0 for a, _, _ in at_fault],
+            [r for a, r, _ in at_fault if not a.plan.action.is_restart],
+        )
         last = self.last_fence()
         assert all(d.fence <= last for d in world.journal.desired().values())
         if self.paused:
             # One whose record was written before the pause may still be carried out by the runtime.
-            assert len(replaced) <= self.actions_before_pause + world.config.replicas_at_once_max
-        assert world.desired(KEEPS_OUT) == 1
+            at_once = len(FLEET) if restarts else world.config.replicas_at_once_max
+            assert len(replaced) <= self.actions_before_pause + at_once
+        assert world.desired(KEEPS_OUT) == 1 or KEEPS_OUT in self.restarted
 
-    def validate_limits(self, started: list[float], named: list[tuple[str, int]]) -> None:
+    def validate_limits(self, started: list[float], replacements: list[str]) -> None:
         config, now = self.world.config, self.world.clock.wall()
         assert sum(at > now - HOUR_SECONDS for at in started) <= config.evictions_per_hour_max
         for replica in FLEET:
-            assert sum(r == replica for r, _ in named) <= config.retries_per_replica_max
-        under = {r for i in self.book.incidents.values() if i.state in UNDER_REPAIR for r in i.touched}
-        assert len(under) <= config.replicas_at_once_max, under
+            assert replacements.count(replica) <= config.retries_per_replica_max
+        busy = [i for i in self.book.incidents.values() if i.state in UNDER_REPAIR]
+        if any(i.attempts[-1].plan.action.is_restart for i in busy):
+            assert len(busy) == 1, "a restart is alone"
+        else:
+            under = {r for i in busy for r in i.under_repair}
+            assert len(under) <= config.replicas_at_once_max, under
 
     def last_fence(self) -> int:
         fences = [e.payload.fence for e in self.world.events(K.LEASE_ACQUIRED)]

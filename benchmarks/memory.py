@@ -155,6 +155,7 @@ CASES = (
     Case(name="2 ranks, folder of 20 M", kind="trainer", model="llama-20m", tuned=True, settings=TWO),
     Case(name="2 ranks, 51 M", kind="trainer", model=M51, tuned=True, settings=TWO),
     Case(name="2 ranks, folder of 58 M", kind="trainer", model="llama-58m", settings=TWO),
+    Case(name="2 ranks, LoRA, folder of 118 M", kind="trainer", model="llama-118m", settings={**LORA, **TWO}),
     Case(
         name="2 ranks, ppo with reference, 25 M",
         kind="trainer",

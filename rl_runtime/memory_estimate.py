@@ -300,6 +300,8 @@ def trainer_need(
     if algorithm.kl_coefficient > 0:
         state += weight * size.num_parameters
     version = weight * changing if rank == 0 else 0
+    if rank == 0 and ranks > 1:  # what never changes, whole
+        state += weight * (size.num_parameters - changing)
     kept, previous = VERSIONS_PUBLISHED, min(VERSIONS_KEPT, job.runtime.staleness_max)
     if ranks == 1:
         kept = max(kept, 1 + previous)

@@ -2,10 +2,11 @@
 
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
-A panel contains the current processes of one role. When a process joins, leaves or is replaced, the tracker of the role
-starts over, since work is redistributed; what is usual among the machines of the role is kept (`profile`). Roles with
-fewer than `PEERS_MIN` processes have no panel. Standbys, starting processes and node metrics (the nodes of a run do
-different work) are excluded. Metrics of the GPUs of a process count as its own (detector/live/gpu_readings.py).
+A panel contains the current processes of one role. Of replicas whose ranks compute together the further ranks have a
+panel of their own: the first one leads them, and does more. When a process joins, leaves or is replaced, its panel's
+tracker starts over, since work is redistributed; what is usual among the machines is kept (`profile`). Fewer than
+`PEERS_MIN` processes have no panel. Standbys, starting processes and node metrics (the nodes of a run do different
+work) are excluded. Metrics of the GPUs of a process count as its own (detector/live/gpu_readings.py).
 """
 
 from dataclasses import dataclass, field, replace
@@ -40,9 +41,13 @@ PROCESSES_MAX = 65_536
 """Equal to the limit of the engine (`processes.SUBJECTS_MAX`)."""
 
 
+Part = tuple[str, bool]
+"""(role, whether these are the further ranks of replicas whose ranks compute together)"""
+
+
 @dataclass(slots=True)
 class _PanelMember:
-    """A current or prospective member of its role's panel."""
+    """A current or prospective member of a panel."""
 
     role: str
     replica: str
@@ -50,6 +55,7 @@ class _PanelMember:
     incarnation: int
     process: ProcessId
     heard_wall: float
+    is_further: bool = False
     newest: ProcessSample | None = None  # since the last tick
     before: CounterReading | None = None  # at the last tick with a sample
 
@@ -60,6 +66,10 @@ class _PanelMember:
     @property
     def key(self) -> tuple[str, int, int]:
         return self.replica, self.rank, self.incarnation
+
+    @property
+    def part(self) -> Part:
+        return self.role, self.is_further
 
     def read(self) -> dict[str, float]:
         """Metric values by name since the last read; empty without a new sample."""
@@ -72,7 +82,7 @@ class _PanelMember:
 
 
 @dataclass(slots=True)
-class _RolePanel:
+class _Panel:
     """`members`: the panel's columns, in order; `tracker`: None until the members have settled."""
 
     members: tuple[ProcessId, ...]
@@ -90,14 +100,14 @@ class RunPanels:
         self._processes: dict[ProcessId, _PanelMember] = {}
         self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may include members removed since the last tick
         self._gpus = GpuReadings()
-        self._roles: dict[str, _RolePanel] = {}
+        self._panels: dict[Part, _Panel] = {}
         self._ticked = -1  # number of the last tick, in intervals since 1970
 
     @property
     def profile(self) -> Profile | None:
         """What is usual among the machines of the run, so far; None if the detector learns no profile."""
         detector = self._detector
-        for panel in self._roles.values():
+        for panel in self._panels.values():
             detector = _taught(detector, panel)
         return detector.profile if isinstance(detector, Sequential) else None
 
@@ -135,6 +145,7 @@ class RunPanels:
             known = self._processes[sample.process] = _PanelMember(*place, sample.process, now)
             self._by_key[known.key] = known
         known.heard_wall = now
+        known.is_further = sample.rank > 0 and sample.exchanges > 0
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample
 
@@ -142,35 +153,35 @@ class RunPanels:
         found: list[Finding] = []
         members = self._members(now)
         of_gpus = self._gpus.tick(now)
-        for role in self._roles.keys() - members.keys():
-            self._detector = _taught(self._detector, self._roles.pop(role))
-        for role, processes in members.items():
-            panel = self._roles.get(role)
+        for part in self._panels.keys() - members.keys():
+            self._detector = _taught(self._detector, self._panels.pop(part))
+        for part, processes in members.items():
+            panel = self._panels.get(part)
             who = tuple(p.process for p in processes)
             if panel is None or panel.members != who:
                 if panel is not None:
                     self._detector = _taught(self._detector, panel)
-                panel = self._roles[role] = _RolePanel(who)
-            found += self._tick_role(role, panel, processes, of_gpus, now)
+                panel = self._panels[part] = _Panel(who)
+            found += self._tick_panel(part, panel, processes, of_gpus, now)
         return found
 
-    def _members(self, now: float) -> dict[str, list[_PanelMember]]:
-        """Newest incarnation of each rank by role, in a fixed order; only roles with at least `PEERS_MIN`."""
+    def _members(self, now: float) -> dict[Part, list[_PanelMember]]:
+        """Newest incarnation of each rank by panel, in a fixed order; only panels with at least `PEERS_MIN`."""
         self._processes = {k: p for k, p in self._processes.items() if now - p.heard_wall <= SILENT_SECONDS}
         self._by_key = {p.key: p for p in self._processes.values()}
         newest: dict[str, int] = {}
         for process in self._processes.values():
             newest[process.replica] = max(process.incarnation, newest.get(process.replica, 0))
-        members: dict[str, list[_PanelMember]] = {}
+        members: dict[Part, list[_PanelMember]] = {}
         for process in sorted(self._processes.values(), key=lambda process: process.key):
             if process.incarnation == newest[process.replica]:
-                members.setdefault(process.role, []).append(process)
-        return {role: processes for role, processes in members.items() if len(processes) >= PEERS_MIN}
+                members.setdefault(process.part, []).append(process)
+        return {part: processes for part, processes in members.items() if len(processes) >= PEERS_MIN}
 
-    def _tick_role(
+    def _tick_panel(
         self,
-        role: str,
-        panel: _RolePanel,
+        part: Part,
+        panel: _Panel,
         processes: list[_PanelMember],
         of_gpus: dict[Who, dict[str, float]],
         at: float,
@@ -182,8 +193,15 @@ class RunPanels:
             if panel.ticks >= SETTLE_TICKS and panel.metrics:
                 machines = tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes)
                 metrics = tuple(sorted(panel.metrics))
+                role, is_further = part
                 panel.tracker = self._detector.track(
-                    PanelShape(role=role, metrics=metrics, machines=machines, interval_seconds=INTERVAL_SECONDS)
+                    PanelShape(
+                        role=role,
+                        metrics=metrics,
+                        machines=machines,
+                        interval_seconds=INTERVAL_SECONDS,
+                        further_ranks=is_further,
+                    )
                 )
             return []
         rows = [[values.get(metric, np.nan) for values in readings] for metric in sorted(panel.metrics)]
@@ -203,7 +221,7 @@ class RunPanels:
         return replace(finding, because=because, evidence=(*finding.evidence, *found))
 
 
-def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
+def _taught(detector: PanelDetector, panel: _Panel) -> PanelDetector:
     """With what a panel has shown, if it was watched for long enough: in a short one, a machine that is slow from the
     start may not have been named yet, and must not become usual."""
     tracker = panel.tracker

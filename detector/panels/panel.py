@@ -60,12 +60,15 @@ class PanelShape:
     interval_seconds: float
     job: str = ""
     phase: str = ""
+    further_ranks: bool = False
+    """Without the first ranks of replicas, which do more than the others."""
 
     @property
     def name(self) -> str:
         """For text: `role trainer, phase compute`."""
         job = f"job {self.job}, " if self.job else ""
-        return f"{job}role {self.role}" + (f", phase {self.phase}" if self.phase else "")
+        further = ", further ranks" if self.further_ranks else ""
+        return f"{job}role {self.role}{further}" + (f", phase {self.phase}" if self.phase else "")
 
     def suspect(self, machine: int) -> Suspect:
         """The machine of this column as a suspect."""

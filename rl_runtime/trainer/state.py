@@ -103,6 +103,7 @@ class Network:
         self._adapted = adapted_layers(module, ranks.local, ranks.gathered)
         self._sent = [(n, plain_name(n), p) for n, p in everything if not is_adapter(n)]
         self._changing = {id(p) for p in (*self.parameters, *(layer.weight for layer in self._adapted))}
+        self._unchanging: dict[str, torch.Tensor] = {}  # of several ranks: weights gathered once
         self._grad_norm_max, self._learning_rate = grad_norm_max, learning_rate
         matrices, vectors = ([p for p in self.masters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
         self._optimizer = torch.optim.AdamW(
@@ -190,13 +191,16 @@ class Network:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Copies of the weights to compute with, adapters merged, on the host, under the names of the model folder;
-        what is there and never changes is not copied. Of several ranks all call it, and the first one gets the
-        weights."""
+        what never changes is not copied again. Of several ranks all call it, and the first one gets the weights."""
         if self._ranks.size > 1:
-            whole = (
-                (n, self._ranks.gathered(p.to(self._gathered_in or p.dtype), self.cut(own))) for own, n, p in self._sent
-            )
-            return {n: weight.to("cpu", copy=True) for n, weight in whole if self._ranks.is_first}
+            found = dict(self._unchanging)
+            for own, n, p in self._sent:
+                if n not in found:
+                    whole = self._ranks.gathered(p.to(self._gathered_in or p.dtype), self.cut(own))
+                    found[n] = whole.to("cpu", copy=True) if self._ranks.is_first else torch.empty(0)
+                    if id(p) not in self._changing:
+                        self._unchanging[n] = found[n]
+            return {n: found[n] for _, n, _ in self._sent if self._ranks.is_first}
         return {n: p.detach().to("cpu", copy=id(p) in self._changing) for _, n, p in self._sent}
 
     def under_own_names(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

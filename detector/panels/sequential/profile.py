@@ -64,6 +64,7 @@ class PanelProfile(_Part):
 
     role: str
     phase: str = ""
+    further_ranks: bool = False
     interval_seconds: Annotated[Finite, Field(gt=0)]
     recordings: Annotated[Finite, Field(gt=0)]
     metrics: dict[str, MetricProfile]
@@ -73,7 +74,8 @@ class PanelProfile(_Part):
     def matches(self, shape: PanelShape) -> bool:
         ratio = shape.interval_seconds / self.interval_seconds
         alike = 1 / INTERVAL_RATIO_MAX <= ratio <= INTERVAL_RATIO_MAX
-        return alike and (self.role, self.phase) == (shape.role, shape.phase)
+        own = self.role, self.phase, self.further_ranks
+        return alike and own == (shape.role, shape.phase, shape.further_ranks)
 
     def offsets_of(self, shape: PanelShape) -> Doubles:
         """(M, N), NaN where unknown."""
@@ -144,6 +146,7 @@ def renewed(
     return PanelProfile(
         role=shape.role,
         phase=shape.phase,
+        further_ranks=shape.further_ranks,
         interval_seconds=shape.interval_seconds if before is None else before.interval_seconds,
         recordings=weight + 1,
         metrics=metrics,

@@ -180,6 +180,31 @@ def test_the_rollouts_are_a_panel_and_fewer_than_three_are_none() -> None:
     assert "rolecall_process_incarnation" not in shape.metrics
 
 
+@pytest.mark.parametrize(
+    ("exchanges", "panels_made"),
+    [
+        (1, [("role rollout", [0, 0, 0]), ("role rollout, further ranks", [1, 1, 1])]),
+        (0, [("role rollout", [0, 1, 0, 1, 0, 1])]),
+    ],
+    ids=["compute together", "do not"],
+)
+def test_further_ranks_of_replicas_have_a_panel_of_their_own(
+    exchanges: int, panels_made: list[tuple[str, list[int]]]
+) -> None:
+    """The first rank of a replica that computes together leads the others, so that its counters differ."""
+    accuser = Accuser()
+    run = SteadyRun(RunPanels(accuser))
+    for _ in range(SETTLE_TICKS + 2):
+        run.now += 1.0
+        batches = []
+        for batch in map(run._batch, range(3)):
+            (first,) = (replace(s, exchanges=exchanges) for s in batch.processes)
+            further = replace(first, rank=1, process=replace(first.process, pid=first.process.pid + 50))
+            batches.append(replace(batch, processes=(first, further)))
+        run.panels.findings(Observation(wall_at=run.now, batches=tuple(batches)))
+    assert [(shape.name, [m.rank for m in shape.machines]) for shape in accuser.made] == panels_made
+
+
 def test_panel_findings_name_process_and_incarnation() -> None:
     accuser = Accuser()
     run = begun(accuser)

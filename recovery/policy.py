@@ -22,7 +22,8 @@ rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4)
     beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
 
 Nothing healthy is restarted if the job has committed a step since the incident was opened: it works without the
-replica. Nor if the replacements did not even start: then the software that is started is at fault, and on-call is paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
+replica. Nor if the replacements did not even start: then the software that is started is at fault, and on-call is
+paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
 already replaced needs no action.
 """
 

@@ -343,7 +343,10 @@ class Watch:
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
 
     def _committed_at(self) -> float | None:
-        newest = self._journal.last(EventKind.STEP_COMMITTED)
+        try:
+            newest = self._journal.last(EventKind.STEP_COMMITTED)
+        except JournalCorrupt:
+            return self._clock.wall()  # a line that cannot be read escalates nothing
         return newest.wall_at if newest is not None else None
 
     def _append(self, incident: Incident, move: Append) -> None:

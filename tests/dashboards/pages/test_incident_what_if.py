@@ -133,13 +133,13 @@ def test_counts_are_the_smallest_that_hold_it(words: str, guard: str, number: in
     assert re.search(r"\d+", one.condition).group() == str(number)  # type: ignore[union-attr]
 
 
-def test_two_that_die_on_start_end_it(tmp_path: Path) -> None:
+def test_two_that_die_on_start_restart_the_role(tmp_path: Path) -> None:
     one = line(what_if(asked_of("resolved", tmp_path)), "had died before doing any work")
     assert one.condition.startswith("2 replacements")
     assert (one.decision.action, one.decision.first, one.decision.page_oncall) == (
-        ActionKind.TOLERATE,
-        "escalated",
-        True,
+        ActionKind.RESTART_ROLE,
+        "acts",
+        False,
     )
 
 

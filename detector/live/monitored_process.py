@@ -5,7 +5,7 @@ It keeps clocks, not histories: seconds without progress on the wall clock, and 
 time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
 `SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
 
-Deadlines are learned per (role, phase): max(floor, k x own P99), at most the ceiling or 3 x the median. A learned
+Deadlines are learned per (role, phase): k x own P99, at most the ceiling or 3 x the median, at least the floor. A learned
 value is the effective time between two advances of progress. Only completed gaps are learned, and none from a process
 with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an incarnation has
 one, get a multiple of the longest one that the run has seen.
@@ -97,14 +97,20 @@ LONG_UNITS_FACTOR = 3.0
 not raise."""
 
 
+def capped(factor: float, p99: float, config: DetectorConfig) -> str:
+    """For text: a multiple of the P99, at most the ceiling."""
+    found, ceiling = f"{factor:g} x P99 {p99:.2f}", config.hang_ceiling_seconds
+    return found if factor * p99 <= ceiling else f"min({ceiling:g}, {found})"
+
+
 def learned_deadline(p99: float | None, config: DetectorConfig, median: float = 0.0) -> Deadline:
-    """max(floor, k x P99), at most the ceiling or 3 x median; without a P99, the first-unit deadline."""
+    """k x P99, at most the ceiling or 3 x median, at least the floor; without a P99, the first-unit deadline."""
     if p99 is None:
         seconds = config.first_unit_seconds
         return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)
     floor, factor = config.hang_floor_seconds, config.hang_p99_factor
-    seconds = min(config.hang_ceiling_seconds, max(floor, factor * p99))
-    text = f"max({floor:g}, {factor:g} x P99 {p99:.2f})"
+    seconds = max(floor, min(config.hang_ceiling_seconds, factor * p99))
+    text = f"max({floor:g}, {capped(factor, p99, config)})"
     if LONG_UNITS_FACTOR * median > seconds:
         seconds, text = LONG_UNITS_FACTOR * median, f"{LONG_UNITS_FACTOR:g} x median {median:.2f}, above the ceiling"
     return Deadline(seconds=seconds, text=f"{seconds:.1f} s = {text}", learned=True)

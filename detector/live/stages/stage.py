@@ -26,6 +26,7 @@ from rolecall.detector.live.monitored_process import (
     Deadline,
     MonitoredProcess,
     ProgressClocks,
+    capped,
     learned_deadline,
     single_deadline,
 )
@@ -89,9 +90,9 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     is_long = p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds
     deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
-    if longer > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
-        text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, it is using CPU"
-        seconds = max(deadline.seconds, min(longer, config.hang_ceiling_seconds))
+    seconds = min(longer, config.hang_ceiling_seconds)
+    if p99 and seconds > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
+        text = f"{seconds:.1f} s = {capped(WORKING_P99_FACTOR, p99, config)}, it is using CPU"
         return Deadline(seconds=seconds, text=text, learned=True)
     if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
         return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)

@@ -95,6 +95,18 @@ def test_units_may_be_longer_than_the_ceiling_and_one_outlier_raises_no_deadline
     assert deadline.seconds == 210.0 and "3 x median 70.00, above the ceiling" in deadline.text
 
 
+@pytest.mark.parametrize(
+    ("floor", "p99", "words"),
+    [
+        (2.5, 1.0, "5.0 s = max(2.5, 5 x P99 1.00)"),
+        (2.5, 18.87, "60.0 s = max(2.5, min(60, 5 x P99 18.87))"),
+        (120.0, 18.87, "120.0 s = max(120, min(60, 5 x P99 18.87))"),
+    ],
+)
+def test_no_deadline_is_below_the_floor(floor: float, p99: float, words: str) -> None:
+    assert learned_deadline(p99, CONFIG.model_copy(update={"hang_floor_seconds": floor})).text == words
+
+
 def test_a_role_of_long_units_has_a_long_deadline() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     for o in fleet.run(45.0):

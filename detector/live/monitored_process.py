@@ -5,10 +5,10 @@ It keeps clocks, not histories: seconds without progress on the wall clock, and 
 time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
 `SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
 
-Deadlines are learned per (role, phase): k x own P99, at most the ceiling or 3 x the median, at least the floor. A learned
-value is the effective time between two advances of progress. Only completed gaps are learned, and none from a process
-with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an incarnation has
-one, get a multiple of the longest one that the run has seen.
+Deadlines are learned per (role, phase): k x own P99, at most the ceiling or 3 x the median, at least the floor. A
+learned value is the effective time between two advances of progress. Only completed gaps are learned, and none from a
+process with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an
+incarnation has one, get a multiple of the longest one that the run has seen.
 """
 
 import math

@@ -101,7 +101,8 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
 
 def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
     """Deadline of the subject's next heartbeat."""
-    if subject.worked or subject.stopped:  # a stopped process does not import or compile
+    # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
+    if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)

@@ -2,6 +2,7 @@
 
     python benchmarks/lost_rank.py                 one run, every fault in turn; the report, about 15 minutes
     python benchmarks/lost_rank.py --repeat 3      three runs
+    python benchmarks/lost_rank.py --standby       the trainers' faults with a warm standby of a trainer
     python benchmarks/lost_rank.py --report-only   the report again
 
 A run of two trainers of two FSDP2 ranks and two tensor-parallel engines of two ranks, mode act. One further rank after
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ FAULTS = [
     *(("rollout", ENGINE_STEP, how) for how in ("kill", "stop")),
     *(("trainer", COPY, how) for how in ("kill", "stop")),
 ]
+OF_STANDBYS = {("trainer", at) for at in (MICROBATCH, BACKWARD, BUCKET, VOTE, SNAPSHOT)}
 KINDS = {"kill": "kill", "stop": "hang"}
 BARS = {"commit": 3.0, "serving": 20.0}
 STEPS_BETWEEN = 3
@@ -63,7 +66,7 @@ num_steps: 100000
 injection_allowed: true
 roles: {{trainer: 2, rollout: 2, reward: 1}}
 checkpoint: {{every_steps: 3}}
-runtime: {{trainer_ranks: 2, rollout_ranks: 2, standbys: 0, startup_timeout_seconds: 400}}
+runtime: {{trainer_ranks: 2, rollout_ranks: 2, standbys: 0, trainer_standbys: {standbys}, startup_timeout_seconds: 400}}
 recovery: {{mode: act, evictions_per_hour_max: 60, retries_per_replica_max: 20}}
 """
 
@@ -156,11 +159,11 @@ def successor(run: RunDir, lost: InjectionTarget) -> InjectionTarget | None:
     return next((t for t in _further_ranks(run, [first]) if t.lives), None)
 
 
-def one_run(seed: int) -> None:
+def one_run(seed: int, standbys: int) -> None:
     name = f"bench-ranks-{int(time.time())}"
     job = RUNS / f"{name}.yaml"
     RUNS.mkdir(exist_ok=True)
-    job.write_text(JOB.format(seed=seed))
+    job.write_text(JOB.format(seed=seed, standbys=standbys))
     argv = [sys.executable, "-m", "rolecall", "run", str(job), "--id", name, "--runs", str(RUNS)]
     with (RUNS / f"{name}.log").open("wb") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -175,11 +178,13 @@ def one_run(seed: int) -> None:
 
         until("ten steps", START_SECONDS, steps)
         for role, at, how in FAULTS:
+            if standbys and (role, at) not in OF_STANDBYS:
+                continue
             try:
                 found = one_fault(run, role, at, how)
             except TimeoutError as e:
                 found = {"role": role, "at": at, "how": how, "named": False, "others": 0, "failure": str(e)}
-            line = {"commit_of": measured, "seed": seed, **found}
+            line = {"commit_of": measured, "seed": seed, "standbys": standbys, **found}
             print(line, flush=True)
             with LINES.open("a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -192,34 +197,31 @@ def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
     seeds = sorted({line["seed"] for line in lines})
     text = common.header(
         "Loss of one rank, replicas of two ranks",
-        "2 trainers x 2 FSDP2 ranks (gloo), 2 engines x 2 tensor-parallel ranks, 0.9 M parameters, no standby",
+        "2 trainers x 2 FSDP2 ranks (gloo), 2 engines x 2 tensor-parallel ranks, 0.9 M parameters, no rollout standby",
         f"{', '.join(map(str, seeds))}; n = {len(lines)} faults",
         measured,
     )
     text += [
         "Seconds. Bars: the step commits within 3 s of the finding, the replica serves again within 20 s of it.",
         "",
-        "| role | at | how | n | named by rank | found after | next commit after finding | serving after finding |",
-        "|---|---|---|---|---|---|---|---|",
+        "| role | trainer standbys | at | how | n | named | found after | commit after finding | serving after finding |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for role, at, how in FAULTS:
-        group = [x for x in lines if (x["role"], x["at"], x["how"]) == (role, at, how)]
+    for standbys, (role, at, how) in product((0, 1), FAULTS):
+        group = [x for x in lines if (x["standbys"], x["role"], x["at"], x["how"]) == (standbys, role, at, how)]
         if group:
             cells = [
                 common.summary([x[key] for x in group if x.get(key) is not None], 1)
                 for key in ("found", "commit", "serving")
             ]
             named = sum(x["named"] for x in group)
-            text.append(f"| {role} | {at} | {how} | {len(group)} | {named} | {' | '.join(cells)} |")
-    trainers = [x for x in lines if x["role"] == "trainer"]
-    for key, bar in BARS.items():
+            text.append(f"| {role} | {standbys} | {at} | {how} | {len(group)} | {named} | {' | '.join(cells)} |")
+    for standbys, (key, bar) in product((0, 1), BARS.items()):
+        trainers = [x for x in lines if x["role"] == "trainer" and x["standbys"] == standbys]
         values = [x[key] for x in trainers if x.get(key) is not None]
         if values:
-            met = sum(v <= bar for v in values)
-            text += [
-                "",
-                f"Trainers, {key}: {met} of {len(trainers)} within {bar:g} s, median {statistics.median(values):.1f}.",
-            ]
+            of_bar = f"{sum(v <= bar for v in values)} of {len(trainers)} within {bar:g} s"
+            text += ["", f"Trainers, {standbys} standbys, {key}: {of_bar}, median {statistics.median(values):.1f}."]
     others = sum(x["others"] for x in lines)
     text += [line for x in lines if "failure" in x for line in ("", f"Failed: {x['failure']}.")]
     return [*text, "", f"Further incidents beside those of the faults: {others}."]
@@ -228,11 +230,12 @@ def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--standby", action="store_true")
     parser.add_argument("--report-only", action="store_true")
     options = parser.parse_args()
     if not options.report_only:
         for seed in range(options.repeat):
-            one_run(seed)
+            one_run(seed, int(options.standby))
     lines = [json.loads(line) for line in LINES.read_text().splitlines()]
     measured = lines[-1]["commit_of"]
     path: Path = common.write("lost_rank", report([x for x in lines if x["commit_of"] == measured], measured))

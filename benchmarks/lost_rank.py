@@ -204,7 +204,7 @@ def report(lines: Sequence[dict[str, Any]], measured: str) -> list[str]:
     text += [
         "Seconds. Bars: the step commits within 3 s of the finding, the replica serves again within 20 s of it.",
         "",
-        "| role | trainer standbys | at | how | n | named | found after | commit after finding | serving after finding |",
+        "| role | standbys | at | how | n | named | found after | commit after finding | serving after finding |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for standbys, (role, at, how) in product((0, 1), FAULTS):

@@ -9,9 +9,11 @@ resume with another number of ranks. Each rank reads its part of the checkpoint 
 go from rank to rank.
 """
 
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -41,6 +43,12 @@ from rolecall.rl_runtime.weights.pull import pull_state
 
 MANIFESTS_MAX: Final = 4
 """Number of newest versions whose manifest is available."""
+
+
+def _return_free_memory() -> None:
+    """To the kernel: versions of the weights come and go in small pieces, between which glibc would keep the gaps."""
+    with suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class TrainerService:
@@ -103,6 +111,8 @@ class TrainerService:
         self._manifests.move_to_end(version)
         while len(self._manifests) > MANIFESTS_MAX:
             self._manifests.popitem(last=False)
+        del tensors, manifest
+        _return_free_memory()
 
     # Callable from any thread.
 

@@ -223,6 +223,15 @@ class Incident:
         return made
 
     @property
+    def handled(self) -> dict[str, int]:
+        """`touched`, but once a restart is over without those of its replicas that were healthy: a later fault of one
+        of them is a fault of its own."""
+        if self.state in UNDER_REPAIR:
+            return self.touched
+        at_fault = {r for a in self.attempts for r in self.at_fault(a.plan)}
+        return {r: incarnation for r, incarnation in self.touched.items() if r in at_fault}
+
+    @property
     def named(self) -> dict[str, int | None]:
         """replica -> incarnation that the diagnosis names."""
         return {s.replica: s.incarnation for s in self.diagnosis.suspects if s.replica}

@@ -87,20 +87,21 @@ def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | 
     if diagnosis.key in incident.seen_keys:
         return _ignored(incident, f"{incident_id} already covers it")
     named = {s.replica: s.incarnation for s in diagnosis.suspects if s.replica}
-    shared = named.keys() & (incident.named.keys() | incident.touched.keys())
+    handled = incident.handled
+    shared = named.keys() & (incident.named.keys() | handled.keys())
     if not shared or spec.remedy is Remedy.STOP:
         # A failure of the job's own code is a separate incident that supersedes its victims' (`next_step.superseded`).
         return None
     if incident.state is IncidentState.VERIFYING and spec.is_repairable:
         for replica in sorted(shared):
-            if named[replica] is not None and named[replica] == incident.touched.get(replica):
+            if named[replica] is not None and named[replica] == handled.get(replica):
                 because = f"the replacement {replica}#{named[replica]} failed: {diagnosis.because}"
                 return TriageDecision(kind=TriageAction.FAIL, because=because, incident_id=incident_id)
     handles = f"{incident_id} already handles {', '.join(sorted(shared))}"
     if spec.remedy is Remedy.WEIGH and diagnosis.gain_ratio is None:
         return _ignored(incident, f"{handles}, and this diagnosis adds no measurement")
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
-    if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
+    if undecided and incident.failures and all(named[r] == handled.get(r) for r in shared):
         return _ignored(incident, f"{incident_id} already knows that its replacement failed")
     code = incident.diagnosis.fault_class.spec.remedy is Remedy.STOP
     if undecided and not incident.requested_by_operator and not code:
@@ -135,26 +136,27 @@ def rejected_by_operator(diagnosis: Diagnosis, incident: Incident) -> bool:
     if attempt is None or attempt.decision is not Decision.REJECTED or OPERATOR in diagnosis.detectors:
         return False
     before = diagnosis.onset <= (incident.closed_at or math.inf)
-    spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
+    at_fault = incident.at_fault(attempt.plan)
+    spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets if t.replica in at_fault}
     named = {(s.replica, s.incarnation) for s in diagnosis.suspects}
     replaces = diagnosis.fault_class.spec.is_repairable or diagnosis.fault_class.spec.remedy is Remedy.WEIGH
     return before and replaces and bool(spared & named)
 
 
 def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
-    """Replicas whose newest incarnation this incident started before it escalated."""
+    """Replicas at fault whose newest incarnation this incident started before it escalated."""
     attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
     escalated = incident.outcome is IncidentOutcome.ESCALATED
     if not escalated or attempt is None or attempt.failure in (None, ActionFailure.REFUSED):
         return frozenset()
-    found = ((t.replica, fleet.find(t.replica)) for t in attempt.plan.targets)
-    return frozenset(str(r) for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
+    found = ((r, fleet.find(r)) for r in incident.at_fault(attempt.plan))
+    return frozenset(r for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
 
 
 def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> list[Diagnosis]:
     """Diagnoses for replicas that the runtime lost and no incident handles: a lost event only delays the repair."""
     known = list(incidents)
-    handled = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.touched)}
+    handled = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.handled)}
     for incident in known:
         handled |= unrecovered_replicas(incident, fleet)
     found = []

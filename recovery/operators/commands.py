@@ -441,7 +441,7 @@ def request_replacement(
 
 def handling_incident(projection: IncidentProjection, replica: str) -> Incident | None:
     """The open incident that handles this replica."""
-    return next((i for i in projection.open_incidents() if replica in (*i.named, *i.touched)), None)
+    return next((i for i in projection.open_incidents() if replica in (*i.named, *i.handled)), None)
 
 
 def _return_hint(node: str, shell_name: str) -> str:

@@ -1,0 +1,84 @@
+"""Which incident a diagnosis belongs to after a restart, which takes down healthy replicas too."""
+
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import IncidentId
+from rolecall.core.membership import ReplicaState
+from rolecall.recovery.fleet_view import FleetView
+from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.triage import LOST_GRACE_SECONDS, TriageAction, triage, unrepaired
+from rolecall.testing.recovery_world import FLEET, diagnosis
+from tests.recovery.test_guards import incident, plan
+from tests.recovery.test_policy import fleet
+
+F, S = FaultClass, IncidentState
+AT_FAULT, HEALTHY = "trainer/0", "rollout/1"
+RESTARTED = incident(
+    "inc-1-job",
+    diagnosis(F.CRASH, (AT_FAULT, 1)),
+    plan(*FLEET, action=ActionKind.RESTART_JOB, incident="inc-1-job"),
+    started=1.0,
+)
+AFTER = fleet(**{r.replace("/", "_"): 2 for r in FLEET})
+
+
+def _failed(state: IncidentState) -> Incident:
+    return replace(RESTARTED, state=state, attempts=(replace(RESTARTED.attempts[0], failure=ActionFailure.DIED),))
+
+
+def _escalated() -> Incident:
+    tolerate = Plan(incident_id=IncidentId("inc-1-job"), action=ActionKind.TOLERATE, targets=(), because="it failed")
+    last = Attempt(number=2, plan=tolerate, page_oncall=True, outcome="escalated", made_at=2.0)
+    failed = _failed(S.CLOSED)
+    return replace(failed, attempts=(*failed.attempts, last), outcome=IncidentOutcome.ESCALATED, closed_at=3.0)
+
+
+def _rejected() -> Incident:
+    attempt = replace(RESTARTED.attempts[0], started_at=None, done_at=None, decision=Decision.REJECTED)
+    return replace(RESTARTED, state=S.CLOSED, attempts=(attempt,), outcome=IncidentOutcome.ESCALATED, closed_at=3.0)
+
+
+def _lost(fleet_: FleetView) -> FleetView:
+    return FleetView(
+        replicas=tuple(
+            replace(r, state=ReplicaState.LOST) if r.replica in (AT_FAULT, HEALTHY) else r for r in fleet_.replicas
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("known", "view", "incarnation", "onset"),
+    [
+        (_escalated(), AFTER, 2, 10.0),
+        (_failed(S.OPEN), AFTER, 2, 10.0),
+        (_failed(S.PLANNED), AFTER, 2, 10.0),
+        (_rejected(), fleet(), 1, 2.0),
+    ],
+    ids=["escalated", "open", "planned", "rejected"],
+)
+def test_after_a_restart_a_crash_of_a_replica_that_was_healthy_opens_an_incident(
+    known: Incident, view: FleetView, incarnation: int, onset: float
+) -> None:
+    def action(replica: str) -> TriageAction:
+        crash = diagnosis(F.CRASH, (replica, incarnation), onset=onset)
+        return triage(crash, [known], view, reported_before=False).kind
+
+    assert action(HEALTHY) is TriageAction.OPEN
+    assert action(AT_FAULT) is TriageAction.IGNORE, "that fault is known"
+
+
+@pytest.mark.parametrize("known", [_escalated(), _failed(S.OPEN)], ids=["escalated", "open"])
+def test_after_a_restart_a_lost_replica_that_was_healthy_is_repaired(known: Incident) -> None:
+    found = unrepaired(_lost(AFTER), [known], now=LOST_GRACE_SECONDS)
+    assert [s.replica for d in found for s in d.suspects] == [HEALTHY]
+
+
+def test_a_replica_that_dies_during_a_restart_belongs_to_it() -> None:
+    crash = diagnosis(F.CRASH, (HEALTHY, 2), onset=10.0)
+    during = replace(RESTARTED, state=S.VERIFYING)
+    assert triage(crash, [during], AFTER, reported_before=False).kind is TriageAction.FAIL
+    assert unrepaired(_lost(AFTER), [during], now=LOST_GRACE_SECONDS) == []

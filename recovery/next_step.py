@@ -124,7 +124,9 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
         return paged
     verdict = check(attempt.plan, incident, situation)
     if verdict.passed:
-        if situation.config.mode == "approve" and not incident.requested_by_operator:
+        # A request approves the replacement that it names, not a restart of what is healthy.
+        requested = incident.requested_by_operator and not attempt.plan.action.is_restart
+        if situation.config.mode == "approve" and not requested:
             expires_at = situation.now + situation.config.approval_timeout_seconds
             proposed = PlanProposed(digest=attempt.plan.digest, plan=attempt.plan, expires_at=expires_at)
             return _about(incident, attempt, "proposed", proposed)

@@ -227,6 +227,13 @@ def test_approve_proposes_with_an_end_and_an_operator_needs_no_approval() -> Non
     assert _said(asked)[0] is K.ACTION_STARTED
 
 
+@pytest.mark.parametrize("action", [A.RESTART_ROLE, A.RESTART_JOB])
+def test_a_restart_that_a_request_of_an_operator_led_to_needs_approval(action: ActionKind) -> None:
+    i = _incident(S.PLANNED, _attempt(action), d=_person())
+    assert _said(_move(i, config={"mode": "approve"}))[0] is K.PLAN_PROPOSED
+    assert _said(_move(i))[0] is K.ACTION_STARTED
+
+
 def test_a_blocking_guard_is_recorded_once_and_a_request_times_out() -> None:
     i = _incident(S.PLANNED, _attempt(), d=_person())
     kind, guard = _said(_move(i, paused="by me"))

@@ -326,7 +326,7 @@ def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     past = facts.past
     if past and past[-1].failure is ActionFailure.REFUSED:
         return f"the action could not be performed: {past[-1].because}"
-    why = _needs_restart(facts)
+    why = _needs_restart(facts, targets)
     if not why:
         return ""
     views = [v for t in targets if (v := facts.fleet.find(t.replica)) is not None]
@@ -343,7 +343,7 @@ def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
 
 def _restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[ActionKind | None, str]:
     """The restart that is due, and why; None: a replacement will do."""
-    why = _needs_restart(facts)
+    why = _needs_restart(facts, targets)
     if why:
         return _next_restart(facts, targets), why
     of_job = facts.config.scope == "job" and ActionKind.RESTART_JOB in facts.performable
@@ -353,7 +353,7 @@ def _restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[Actio
     return None, ""
 
 
-def _needs_restart(facts: PolicyInput) -> str:
+def _needs_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     """Which rule says that one more replacement will not help; empty if none does."""
     past = facts.past
     if _deaths(past) >= DEATHS_ON_START_MAX:
@@ -365,7 +365,8 @@ def _needs_restart(facts: PolicyInput) -> str:
     if past and past[-1].action.is_restart:
         return f"{in_words(past[-1].action)} did not help: {past[-1].because}"
     again = facts.same_step and not past and facts.diagnosis.fault_class.spec.is_repairable
-    if again and OPERATOR not in facts.diagnosis.detectors:
+    standby = any(is_standby(t.replica) for t in targets)  # no restart ends a standby: it is replaced again
+    if again and not standby and OPERATOR not in facts.diagnosis.detectors:
         done = ", ".join(sorted(in_words(a) for a in facts.same_step))
         return f"it failed again in the same step, after {done}"
     return ""

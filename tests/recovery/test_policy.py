@@ -388,6 +388,14 @@ def test_a_second_failure_of_a_replica_in_one_step_restarts_its_role() -> None:
     assert climb(same_step=frozenset({A.RESTART_JOB})) == ("tolerate", [])
 
 
+@pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
+def test_a_standby_that_fails_again_in_one_step_is_replaced_again(standby: str) -> None:
+    spare = FleetView(replicas=(*fleet().replicas, view("trainer-standby/0", "node-10")))
+    question = replace(ask(diagnosis(F.CRASH, (standby, 1)), view=spare, supports=LADDER), same_step=REPLACED)
+    verdict = decide(question)
+    assert verdict.plan.action is A.REPLACE_REPLICA and [str(t.replica) for t in verdict.plan.targets] == [standby]
+
+
 def test_a_failure_beyond_the_role_restarts_the_job() -> None:
     past = (*TWO_DEATHS, attempt(STUCK, A.RESTART_ROLE, 3))
     assert climb(*past) == ("restart_job", [*FLEET])

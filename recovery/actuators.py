@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
-from rolecall.core.ids import split_replica
+from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import STANDBY_ROLES, Desired
@@ -112,11 +112,9 @@ class RayRuntime:
                 now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
                 because = f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
                 return ActionResult(done=False, because=because)
-        for target in plan.targets:
-            if not _is_done(before[target.replica], target, plan):
-                record = self._wanted(target, plan, lease)
-                if not self._journal.set_desired(record, expect_incarnation=target.incarnation, lease=lease):
-                    return ActionResult(done=False, because=f"{target.replica} was replaced concurrently")
+        for record in self._records(plan, before, lease):  # all of them are known before the first is written
+            if not self._journal.set_desired(record, expect_incarnation=record.incarnation - 1, lease=lease):
+                return ActionResult(done=False, because=f"{record.replica} was replaced concurrently")
         after = self._journal.desired()
         named = [after[t.replica] for t in plan.targets]
         because = "desired: " + ", ".join(f"{r.replica}#{r.incarnation} on {r.node}" for r in named)
@@ -129,25 +127,38 @@ class RayRuntime:
         self._journal.set_flag(STOP_FLAG, plan.because)
         return ActionResult(done=True, because="requested the job to stop")
 
-    def _wanted(self, target: PlanTarget, plan: Plan, lease: Lease) -> Desired:
-        node, quarantined = target.node, quarantined_nodes(self._journal)
-        # A node may have been quarantined after the plan was made.
-        if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
-            # A restart names healthy nodes too.
-            avoid = quarantined if plan.action.is_restart else quarantined | {t.node for t in plan.targets}
-            other = self._fleet().spare_node(frozenset(avoid))
-            if other is None:
-                raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
-            node = other
-        return Desired(
-            replica=target.replica,
-            incarnation=target.incarnation + 1,
-            node=node,
-            prefer_standby=not plan.action.is_restart,
-            fence=lease.fence,
-            because=plan.because,
-            incident_id=plan.incident_id,
-        )
+    def _records(self, plan: Plan, before: Mapping[ReplicaId, Desired], lease: Lease) -> list[Desired]:
+        """What is still to be written of the plan. Raises ActuatorError: a replica must move and no node is left."""
+        fleet, quarantined = fleet_view(before, self._journal.current()), quarantined_nodes(self._journal)
+        restarts = plan.action.is_restart
+        # A restart names healthy nodes too.
+        avoid = frozenset(quarantined if restarts else quarantined | {t.node for t in plan.targets})
+        choose = fleet.restart_node if restarts else fleet.spare_node
+        due = [t for t in plan.targets if not _is_done(before[t.replica], t, plan)]
+        # Nodes that this plan has already given to replicas, also before a crash of the watch.
+        taken = [before[t.replica].node for t in plan.targets if t not in due and before[t.replica].node != t.node]
+        records = []
+        for target in due:
+            node = target.node
+            # A node may have been quarantined after the plan was made.
+            if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
+                other = choose(avoid, taken)
+                if other is None:
+                    raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
+                node = other
+                taken.append(node)
+            records.append(
+                Desired(
+                    replica=target.replica,
+                    incarnation=target.incarnation + 1,
+                    node=node,
+                    prefer_standby=not restarts,
+                    fence=lease.fence,
+                    because=plan.because,
+                    incident_id=plan.incident_id,
+                )
+            )
+        return records
 
     def _fleet(self) -> FleetView:
         return fleet_view(self._journal.desired(), self._journal.current())

@@ -1,7 +1,7 @@
 """The fleet as policy and guards see it: desired and actual state, one frozen row per replica, JSON both ways."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -47,14 +47,23 @@ class FleetView:
         """Standbys that are ready to replace a replica."""
         return tuple(r for r in self.replicas if r.role in STANDBY_ROLES and r.living)
 
-    def spare_node(self, avoid: frozenset[str]) -> NodeId | None:
+    def spare_node(self, avoid: frozenset[str], taken: Sequence[str] = ()) -> NodeId | None:
         """A node for a replica that must move: a standby's if there is one, else the one with the fewest living
-        replicas."""
-        standby_nodes = sorted(r.node for r in self.standbys() if r.node not in avoid)
+        replicas. `taken`: nodes just chosen for other replicas."""
+        standby_nodes = sorted(r.node for r in self.standbys() if r.node not in avoid and r.node not in taken)
         if standby_nodes:
             return standby_nodes[0]
-        num_replicas = Counter(r.node for r in self.replicas if r.living and r.node not in avoid)
-        return min(num_replicas, key=lambda node: (num_replicas[node], node), default=None)
+        return _emptiest((r.node for r in self.replicas if r.living and r.node not in avoid), taken)
+
+    def restart_node(self, avoid: frozenset[str], taken: Sequence[str] = ()) -> NodeId | None:
+        """The same for a replica that is restarted: standbys stay where they are, so it gets the node with the fewest
+        other replicas. These need not be living, because the restart ends them too."""
+        places = (
+            r.node
+            for r in self.replicas
+            if r.role not in STANDBY_ROLES and r.state not in (None, ReplicaState.LOST) and r.node not in avoid
+        )
+        return _emptiest(places, taken)
 
     def to_dict(self) -> dict[str, Any]:
         return {"replicas": [{**asdict(r), "state": str(r.state) if r.state else None} for r in self.replicas]}
@@ -63,6 +72,12 @@ class FleetView:
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
         rows = (ReplicaView(**{**r, "state": ReplicaState(r["state"]) if r["state"] else None}) for r in d["replicas"])
         return cls(replicas=tuple(rows))
+
+
+def _emptiest(places: Iterable[NodeId], taken: Sequence[str]) -> NodeId | None:
+    """Of the nodes of some replicas the one with the fewest of them, those of `taken` included."""
+    num_replicas = Counter(places)
+    return min(num_replicas, key=lambda node: (num_replicas[node] + taken.count(node), node), default=None)
 
 
 def fleet_view(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId, Actual]) -> FleetView:

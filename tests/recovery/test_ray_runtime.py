@@ -9,6 +9,7 @@ from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
+from rolecall.core.journal.payloads import NodeQuarantined
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators import RayRuntime
 from rolecall.testing.recovery_world import FLEET
@@ -101,6 +102,54 @@ def test_a_restart_starts_new_processes_and_leaves_what_was_replaced_since_it_wa
     assert {r: d.incarnation for r, d in now.items()} == {r: 4 if r == "rollout/1" else 2 for r in FLEET}
     assert not any(d.prefer_standby for r, d in now.items() if r != "rollout/1")
     assert actuator.also_hit(restart) == ()
+
+
+def quarantine(world: World, *nodes: str) -> None:
+    for node in nodes:
+        world.journal.append(NodeQuarantined(node=node, by="alice", because="it is faulty"))
+
+
+def standby(world: World, name: str, node: str) -> None:
+    world.journal.set_desired(Desired(replica=ReplicaId(name), incarnation=1, node=NodeId(node)))
+    world.run(3)
+
+
+RESTART = plan(*((r, 1, f"node-{n}") for n, r in enumerate(FLEET)), action=A.RESTART_JOB)
+
+
+@pytest.mark.parametrize("performed", [0, 3, 7], ids=["none", "three", "all but one"])
+def test_a_restart_leaves_quarantined_nodes_each_replica_for_another_one(world: World, performed: int) -> None:
+    """Also if a watch died after it had written some of the records."""
+    standby(world, "standby/0", "node-20")
+    lease = take(world)
+    part = replace(RESTART, targets=RESTART.targets[:performed])
+    quarantine(world, "node-4", "node-7")
+    if part.targets:
+        assert RayRuntime(world.journal).perform(part, lease).done
+    assert RayRuntime(world.journal).perform(RESTART, lease).done
+    now = {r: desired(world, r) for r in FLEET}
+    assert {d.incarnation for d in now.values()} == {2}
+    moved = [now[r].node for r in ("rollout/1", "trainer/1")]
+    assert len(set(moved)) == 2 and not set(moved) & {"node-4", "node-7"}
+    assert "node-20" not in moved, "the standby stays there and is not promoted"
+    assert all(d.node == f"node-{n}" for n, d in enumerate(now.values()) if n not in (4, 7))
+
+
+def test_a_restart_that_has_no_node_left_changes_nothing(world: World) -> None:
+    standby(world, "standby/0", "node-20")
+    quarantine(world, *(f"node-{n}" for n in range(len(FLEET))))
+    trainers = replace(RESTART, action=A.RESTART_ROLE, targets=RESTART.targets[-2:])
+    with pytest.raises(ActuatorError, match="trainer/0: no node other than"):
+        RayRuntime(world.journal).perform(trainers, take(world))
+    assert desired(world, "trainer/0").incarnation == desired(world, "trainer/1").incarnation == 1
+
+
+def test_replicas_that_move_together_get_nodes_of_different_standbys(world: World) -> None:
+    standby(world, "standby/0", "node-20")
+    standby(world, "standby/1", "node-21")
+    moved = plan(("rollout/0", 1, "node-3"), ("rollout/1", 1, "node-4"), action=A.REPLACE_NODE)
+    RayRuntime(world.journal).perform(moved, take(world))
+    assert {desired(world, r).node for r in ("rollout/0", "rollout/1")} == {"node-20", "node-21"}
 
 
 def test_a_plan_lists_its_side_effects(world: World) -> None:

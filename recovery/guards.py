@@ -133,7 +133,9 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
 def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     config, since = situation.config, situation.now - HOUR_SECONDS
     recent, at_fault = evictions(situation.incidents, since=since), incident.at_fault(plan)
-    for replica in () if plan.action.is_restart else sorted(at_fault):
+    # A restart follows replacements that failed, so their number does not limit it: unless it is the only answer.
+    escalates = plan.action.is_restart and config.scope != "job"
+    for replica in () if escalates else sorted(at_fault):
         times = sum(e.replica == replica for e in recent)
         if times >= config.retries_per_replica_max:
             because = f"{replica} was replaced {times} times in the last hour"

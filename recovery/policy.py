@@ -18,13 +18,13 @@ job, page on-call. A replacement that runs without progress may be on a bad node
 rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
 
     first iteration    two replacements in a row that started but died before their first progress
-    same step          the replica was replaced, worked, and failed again before the next step was committed
+    same step          the replica (no standby) was replaced, worked, and failed again before the next step committed
     beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
 
-Nothing healthy is restarted if the job has committed a step since the incident was opened: it works without the
-replica. Nor if the replacements did not even start: then the software that is started is at fault, and on-call is
-paged. With `recovery.scope: job` the restart of the job is the only rung. A diagnosis of an incarnation that was
-already replaced needs no action.
+Nothing healthy is restarted if the job has committed a step since the last attempt started, or without one since the
+incident was opened: it works without the replica. Nor if the replacements did not even start: then the software that is
+started is at fault, and on-call is paged. With `recovery.scope: job` the restart of the job is the only rung. A
+diagnosis of an incarnation that was already replaced needs no action.
 """
 
 import math
@@ -89,7 +89,9 @@ class PolicyInput:
     lost_nodes: frozenset[str] = frozenset()  # diagnosed as lost: nothing is placed there
     quarantined_nodes: frozenset[str] = frozenset()  # nothing is placed there until they are returned
     same_step: frozenset[ActionKind] = frozenset()  # resolved earlier incidents of these replicas since the last commit
-    commits_since: bool = False  # a step was committed since the incident was opened
+    commits_since: bool = (
+        False  # a step was committed since the last failed attempt started, or the incident was opened
+    )
 
     @property
     def performable(self) -> frozenset[ActionKind]:
@@ -157,9 +159,12 @@ def question(
     """The input of `decide` for an incident. `committed_at`: of the newest committed step, wall seconds."""
     known = list(incidents)
     since = -math.inf if committed_at is None else committed_at
+    failures = incident.failures
+    # A step that was in progress when the fault began may still be committed: it does not show that the job works.
+    began = (failures[-1].started_at if failures else None) or incident.opened_at
     past = tuple(
         FailedAttempt(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
-        for a in incident.failures
+        for a in failures
         if a.failure is not None
     )
     return PolicyInput(
@@ -179,7 +184,7 @@ def question(
             if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
             if (i.verified_at or 0.0) > since and i.named.keys() & incident.named.keys()
         ),
-        commits_since=since >= incident.opened_at,
+        commits_since=since >= began,
     )
 
 

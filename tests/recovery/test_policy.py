@@ -11,8 +11,8 @@ from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet_view import FleetView, ReplicaView
-from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome
-from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, slow_gain
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, question, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
 
 A, F = ActionKind, FaultClass
@@ -425,6 +425,40 @@ def test_the_ladder_ends(failure: ActionFailure, retries: int) -> None:
 
 def test_a_job_that_works_without_the_replica_is_not_restarted() -> None:
     assert climb(*TWO_DEATHS, commits_since=True) == ("tolerate", [])
+
+
+@pytest.mark.parametrize(
+    ("starts", "committed_at", "works"),
+    [
+        ((), 99.0, False),
+        ((), 100.0, True),
+        ((101.0,), 100.5, False),
+        ((101.0,), None, False),
+        ((101.0, 120.0), 119.0, False),
+        ((101.0, 120.0), 120.5, True),
+    ],
+)
+def test_only_a_step_after_the_start_of_the_last_attempt_shows_that_the_job_works(
+    starts: tuple[float, ...], committed_at: float | None, works: bool
+) -> None:
+    plan = decide(ask(diagnosis(F.CRASH, ONE))).plan
+    attempts = tuple(
+        Attempt(
+            number=n, plan=plan, page_oncall=False, outcome="", made_at=at, started_at=at, failure=ActionFailure.DIED
+        )
+        for n, at in enumerate(starts, start=1)
+    )
+    incident = Incident(
+        incident_id="inc-1-x",
+        state=IncidentState.OPEN,
+        diagnosis=diagnosis(F.CRASH, ONE),
+        opened_at=100.0,
+        seen_keys=frozenset(),
+        attempts=attempts,
+    )
+    config = RecoveryConfig(mode="act")
+    asked = question(incident, [], fleet=fleet(), config=config, supports=LADDER, committed_at=committed_at)
+    assert asked.commits_since is works
 
 
 def test_replacements_that_do_not_even_start_restart_nothing() -> None:

@@ -215,8 +215,8 @@ class RecoveryConfig(Section):
     would wait for the cold start of a rollout. A restart of a role or of the job waits
     until nothing else is under repair."""
     retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
-    """Replacements of one replica within an hour; beyond it on-call is paged. After as many failed attempts of one
-    incident its role is restarted, then the job."""
+    """Replacements of one replica within an hour (with scope job: restarts of the job because of it); beyond it on-call
+    is paged. After as many failed attempts of one incident its role is restarted, then the job."""
     role_share_max: Ratio = 0.5
     """Largest share of a role under repair at once; one replica is always allowed. Not for restarts of a role or of
     the job."""

@@ -159,6 +159,7 @@ class _Run:
 
         self.at = 0.0
         self.work = self.ahead = 0.0  # x, and what rollouts have generated beyond it
+        self.loaded = 0.0  # x of the checkpoint last loaded
         self.down: dict[str, dict[int, Stages]] = {TRAINER: {}, ROLLOUT: {}}
         self.stalled: Stages = ()  # all trainers
         self.restarting: Stages = ()  # everything
@@ -392,10 +393,9 @@ class _Run:
 
     def _lose_training(self) -> None:
         """Trainers' work since the newest checkpoint. Trajectories are kept."""
-        since = self._since_checkpoint()
+        since = self._load_newest_checkpoint()
         open_step = self.work % self.step
         kept = min(open_step, since, self.settings.generates * self.step)
-        self.num_loads += 1
         self._train_again(since - kept)
 
     def _train_again(self, lost: float) -> None:
@@ -405,17 +405,17 @@ class _Run:
         self._recompute(lost * self.trainer_gpus)
 
     def _lose_everything(self) -> None:
-        lost = self._since_checkpoint()
-        self.num_loads += 1
+        lost = self._load_newest_checkpoint()
         self._recompute(lost * self.trainer_gpus + (lost + self.ahead) * self.rollout_gpus)
         self.work -= lost
         self.ahead = 0.0
 
-    def _since_checkpoint(self) -> float:
-        """Work since the newest checkpoint that can be loaded."""
+    def _load_newest_checkpoint(self) -> float:
+        """Returns the work since then. What was loaded before is written, however little work was done after it."""
         written = self.work - self.settings.checkpoint.write_seconds
-        newest = max(0.0, math.floor((written + EPSILON_SECONDS) / self.cycle) * self.cycle)
-        return max(0.0, self.work - newest)
+        self.loaded = max(self.loaded, math.floor((written + EPSILON_SECONDS) / self.cycle) * self.cycle)
+        self.num_loads += 1
+        return max(0.0, self.work - self.loaded)
 
     def _recompute(self, gpu_work: float) -> None:
         lost = gpu_work * self.useful_share

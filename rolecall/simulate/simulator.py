@@ -53,8 +53,10 @@ LOSSES = tuple(use for use in Use if use is not Use.USEFUL)
 class Account:
     """Of one run. `gpu_seconds` adds up to `gpus` x `seconds`.
 
-    `effective_gpu_seconds`: numerator of ETTR, as in `rolecall/views/ettr.py`; in `..._of_paper` a lost rollout costs
-    nothing while others work. Both count work that is done again, as RobustRL does, and no checkpoints.
+    `effective_gpu_seconds`: numerator of ETTR; in `..._of_paper` a lost rollout costs nothing while others work. Both
+    count work that is done again, as RobustRL does. Two things differ from `rolecall/views/ettr.py`: after a
+    trainer's fault, trainers count again once they have regrouped or restarted, there once the interrupted step is
+    committed; here the time of checkpoints does not count, there it does.
     `num_checkpoint_loads`: times that work since a checkpoint was lost.
     """
 

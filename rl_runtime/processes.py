@@ -152,7 +152,7 @@ def rank_name(replica: ReplicaId, incarnation: int, rank: int) -> str:
 
 def former_ranks(run_dir: Path, replica: ReplicaId, incarnation: int) -> list[RunProcess]:
     """Ranks of earlier incarnations of `replica` that still run. The newest record of a process counts: a rank of a
-    standby becomes one of the rollout that the standby is promoted to."""
+    standby becomes one of the replica that the standby is promoted to."""
     newest = {(int(line["pid"]), int(line["start_ticks"])): line for line in recorded_processes(run_dir)}
     found = []
     for (pid, ticks), line in newest.items():

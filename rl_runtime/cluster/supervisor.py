@@ -243,8 +243,11 @@ class Supervisor:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
         because = "the run is started again"
         self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
-        last = self.journal.desired()
-        for replica, node in {**place(self.job), **{r: d.node for r, d in last.items()}}.items():
+        last, placed = self.journal.desired(), place(self.job)
+        quarantined = quarantined_nodes(self.journal)
+        spare = [n for n in self.nodes if n not in quarantined and n not in placed.values()]
+        placed |= {r: spare.pop(0) for r, n in placed.items() if n in quarantined and spare}
+        for replica, node in placed.items():
             number = last[replica].incarnation if replica in last else 0  # cut off before it was wanted
             anew = Desired(replica=replica, incarnation=number + 1, node=node, prefer_standby=False, because=because)
             self.journal.set_desired(anew, expect_incarnation=number)

@@ -75,6 +75,8 @@ ATTEMPTS_MAX = 24
 """Attempts at one step, over all causes; more are not explained by machine faults."""
 LOADS_MAX = 12
 """Trainers that are asked to take the state of a checkpoint, before the run ends."""
+LOAD_PAUSE_SECONDS = 2.0
+"""The pause before each further one grows by this: a shared file system may be away for a minute."""
 
 
 class NoTrainerLeft(RolecallError):
@@ -267,8 +269,10 @@ class TrainerGroup:
                 raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
             await asyncio.sleep(TICK_SECONDS)
 
-    async def regroup(self, because: str, *, with_candidates: bool) -> None:
+    async def regroup(self, because: str, *, with_candidates: bool, trained_only: bool = False) -> None:
         """A new epoch among the remaining members (and the candidates), all at the newest committed state.
+
+        `trained_only`: not at one whose step the ledger does not have as trained, because its groups are given back.
 
         Raises:
             NoTrainerLeft: no trainer has that state.
@@ -277,14 +281,14 @@ class TrainerGroup:
             ports = {m: p for m, p in self.members.items() if m not in self._lost}
             if with_candidates:
                 ports |= self._candidates
-            if await self._join(await self._copy_state(ports), because):
+            if await self._join(await self._copy_state(ports, trained_only), because):
                 return
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
-    async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
+    async def _copy_state(self, ports: Mapping[Member, TrainerPort], trained_only: bool) -> dict[Member, TrainerPort]:
         """The trainers that have the newest committed state after the others copied it."""
         infos, in_history = await self._infos(ports), self._recorder.in_history
-        undone = {m for m, i in infos.items() if not in_history(i.commit, or_assigned=True)}
+        undone = {m for m, i in infos.items() if not in_history(i.commit, or_assigned=not trained_only)}
         choice = choose_state(infos, self.committed_step, undone)
         if choice is None:
             raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
@@ -345,17 +349,21 @@ class TrainerGroup:
                 self._exclude(member, "it does not have the state of the last committed step")
         self.members = {}
         failure = ""
-        for _ in range(LOADS_MAX):
+        for attempt in range(LOADS_MAX):
+            if failure:
+                await asyncio.sleep(attempt * LOAD_PAUSE_SECONDS)
             await self._wait_for_candidates(1)
             infos = await self._infos(self._candidates)
             if not infos:
+                failure = "no trainer answered"
                 continue
             member = min(infos, key=lambda m: (-self._step_of(infos[m]), m))
             port = self._candidates[member]
             try:
                 loaded = await self._load_newest(member, port, self._step_of(infos[member]))
                 self.committed_step = (await port.commit_record()).step
-                await self.regroup(f"state taken from {loaded.source}", with_candidates=True)
+                because = f"state taken from {loaded.source}"
+                await self.regroup(because, with_candidates=True, trained_only=True)
                 await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
                 return loaded
             except (ReplicaExited, DeadlineExceeded) as e:
@@ -375,8 +383,9 @@ class TrainerGroup:
     async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> LoadedState:
         """Lets one trainer load, unless its own state is as new; this controller tells it which checkpoint, so that all
         of its ranks load the same."""
-        choice = choose(await port.list_checkpoints(self._folder), self._recorder.in_history)
-        refused = list(choice.refused)
+        found = await port.list_checkpoints(self._folder)
+        choice = choose(found, self._recorder.in_history)
+        refused, damage = list(choice.refused), [info.damage for info in found if info.commit is None]
         for info in choice.usable:
             if info.step <= own_step:
                 break
@@ -385,6 +394,9 @@ class TrainerGroup:
                 return LoadedState(source=info.path, refused=tuple(refused))
             except CheckpointCorrupt as e:
                 refused.append(str(e))
+                damage.append(str(e))
+        if own_step < 0 and damage:  # perhaps only for now, or for this trainer
+            raise CheckpointCorrupt(path=self._folder, reason=f"none can be read: {damage[0]}")
         if own_step < 0:
             await self._load(port, "")
             return LoadedState(source="the beginning", refused=tuple(refused))
@@ -552,8 +564,9 @@ class TrainerGroup:
 
         Not a part of the write: when that ends, a later controller may be at work, which needs other checkpoints.
         """
-        port, unwanted = self.members.get(writer), surplus(found, self._recorder.in_history, keep=self._keep)
+        port = self.members.get(writer)
         try:
+            unwanted = surplus(found, self._recorder.in_history, keep=self._keep)
             if port is not None and unwanted:
                 await port.remove_checkpoints([info.path for info in unwanted])
         except Exception as e:  # noqa: BLE001 deliberate: as above

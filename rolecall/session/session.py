@@ -117,7 +117,7 @@ class Session:
         beside = DashboardBeside(run) if self.dashboard else None
         if self.job.logging.names:
             self.loggers = Child(loggers_command(run), run.logs / "loggers.log", run)
-        outcome, because = "failed", "ended before it was done"
+        outcome, because, begun = "failed", "ended before it was done", False
         with _signals_to(_interrupt):
             try:
                 with screen:
@@ -125,6 +125,7 @@ class Session:
                     if beside is not None:
                         beside.start()
                     supervisor.start(screen.note, again=self.again)
+                    begun = True
                     watch.start()
                     if self.loggers is not None:
                         self.loggers.start()
@@ -143,7 +144,8 @@ class Session:
                     if self.loggers is not None:
                         last.callback(self._finish_loggers, screen)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
-                    last.callback(lambda: journal.append(ended, key="run-ended"))
+                    if begun or not self.again:  # it can be started again once more
+                        last.callback(lambda: journal.append(ended, key="run-ended"))
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
                         last.callback(child.stop)

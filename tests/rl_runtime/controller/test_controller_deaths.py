@@ -272,6 +272,20 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert back["step"] == 2 and "step-00000003: its SHA-256" in back["refused_checkpoints"][0]
 
 
+def test_a_run_does_not_begin_again_because_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """They may be unreadable for a moment only, and would then be removed as undone."""
+
+    async def script(w: World) -> None:
+        await until(lambda: 1 in w.fleet.checkpoints)
+        w.fleet.load_fails = lambda path: CheckpointCorrupt(path=path, reason="Stale file handle") if path else None
+        kill_trainers(w)
+
+    w = World(job=small_job(**SHORT), path=tmp_path, seed=0, script=script).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed" and len(w.controllers) == 1
+    assert "none can be read" in w.outcome.because and "Stale file handle" in w.outcome.because
+    assert 1 in w.fleet.checkpoints
+
+
 def test_checkpoints_that_no_trainer_can_read_end_the_run(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await until(lambda: 1 in w.fleet.checkpoints)

@@ -143,15 +143,21 @@ def simulation_file_page() -> str:
 
     from rolecall.simulate.settings import ARMS, SimulationSettings
 
+    default = SimulationSettings()
+    implicit = default.detection.implicit
     arms = {name: arm.model_dump(mode="json", exclude_defaults=True) for name, arm in ARMS.items()}
     head = f"""# Simulation file
 
 Generated from `rolecall/simulate/settings.py` by `{COMMAND}`.
 
-`rolecall simulate run SETTINGS.yaml` and `rolecall doctor JOB --plan --settings SETTINGS.yaml` read a YAML mapping. Every
-field has a default with its source: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293; [RobustRL]
-arXiv 2512.22492; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD, SIGCOMM 2025; the fit is
-`benchmarks/fit_base_rates.py`); [assumed] a plausible choice. What is simulated: [plan a fleet](../howto/plan.md).
+`rolecall simulate run SETTINGS.yaml` and `rolecall doctor JOB --plan --settings SETTINGS.yaml` read a YAML mapping. A
+default that comes from a publication names it: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293;
+[RobustRL] arXiv 2512.22492; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD, SIGCOMM 2025; the fit is
+`benchmarks/fit_base_rates.py`). What is simulated: [plan a fleet](../howto/plan.md).
+
+Fields that say `required` are so only where their section is given; a section that is left out has a default as a whole.
+`detection.implicit`: {implicit.trainer:g} s for trainers and {implicit.rollout:g} s for rollouts ([RobustRL]: TensorCore activity 0 for 5 min, throughput
+0 for 60 s). `trainer`, `rollout`: {default.trainer.replicas} and {default.rollout.replicas} replicas. `arms`: those at the end of this page.
 
 ```yaml
 mode: async

@@ -1,4 +1,4 @@
-"""Metric panels of a live run: one panel per role, built from the samples that `watch` already receives.
+"""Metric panels of a live run, of each role and of its further ranks, from the samples that `watch` already receives.
 
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 

@@ -67,7 +67,8 @@ def simulate_run(
         bool,
         typer.Option(
             "--costs",
-            help="Also: what a second of detection costs, how many false alarms evictions bear, what standbys cost.",
+            help="Also: what a second of detection costs, up to how many false alarms evictions pay, and what standby "
+            "machines cost.",
         ),
     ] = False,
     as_json: JsonOption = False,

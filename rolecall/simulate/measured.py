@@ -1,7 +1,8 @@
 """The ETTR that the simulator predicts for a run that was measured: its step time, faults and stage times go in. Pure.
 
-`Account.ettr` has the formula of `rolecall/views/ettr.py`; comparing it with the run's own report validates the
-simulator.
+Comparing it with the run's own report (`rolecall/views/ettr.py`) validates the simulator, but for two differences. The
+report counts no trainer from a trainer's fault until the interrupted step is committed, the simulator only until they
+have regrouped or restarted; and the simulator subtracts the time of checkpoints, the report does not.
 """
 
 from collections.abc import Sequence

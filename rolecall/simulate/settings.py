@@ -1,5 +1,5 @@
-"""What a simulated run consists of: one frozen model per part. Every default has a published source or says that it is
-assumed.
+"""What a simulated run consists of: one frozen model per part. Defaults of rates and times name their published source
+or say that they are assumed.
 
 Sources: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293; [RobustRL] arXiv 2512.22492;
 [FT-HSDP] arXiv 2602.00277; [DeadPool] arXiv 2607.01646; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD,

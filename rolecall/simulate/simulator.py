@@ -53,8 +53,10 @@ LOSSES = tuple(use for use in Use if use is not Use.USEFUL)
 class Account:
     """Of one run. `gpu_seconds` adds up to `gpus` x `seconds`.
 
-    `effective_gpu_seconds`: numerator of ETTR, as in `rolecall/views/ettr.py`; in `..._of_paper` a lost rollout costs
-    nothing while others work. Both count work that is done again, as RobustRL does, and no checkpoints.
+    `effective_gpu_seconds`: numerator of ETTR; in `..._of_paper` a lost rollout costs nothing while others work. Both
+    count work that is done again, as RobustRL does. Two things differ from `rolecall/views/ettr.py`: after a
+    trainer's fault, trainers count again once they have regrouped or restarted, there once the interrupted step is
+    committed; here the time of checkpoints does not count, there it does.
     `num_checkpoint_loads`: times that work since a checkpoint was lost.
     """
 
@@ -159,6 +161,7 @@ class _Run:
 
         self.at = 0.0
         self.work = self.ahead = 0.0  # x, and what rollouts have generated beyond it
+        self.loaded = 0.0  # x of the checkpoint last loaded
         self.down: dict[str, dict[int, Stages]] = {TRAINER: {}, ROLLOUT: {}}
         self.stalled: Stages = ()  # all trainers
         self.restarting: Stages = ()  # everything
@@ -392,10 +395,9 @@ class _Run:
 
     def _lose_training(self) -> None:
         """Trainers' work since the newest checkpoint. Trajectories are kept."""
-        since = self._since_checkpoint()
+        since = self._load_newest_checkpoint()
         open_step = self.work % self.step
         kept = min(open_step, since, self.settings.generates * self.step)
-        self.num_loads += 1
         self._train_again(since - kept)
 
     def _train_again(self, lost: float) -> None:
@@ -405,17 +407,17 @@ class _Run:
         self._recompute(lost * self.trainer_gpus)
 
     def _lose_everything(self) -> None:
-        lost = self._since_checkpoint()
-        self.num_loads += 1
+        lost = self._load_newest_checkpoint()
         self._recompute(lost * self.trainer_gpus + (lost + self.ahead) * self.rollout_gpus)
         self.work -= lost
         self.ahead = 0.0
 
-    def _since_checkpoint(self) -> float:
-        """Work since the newest checkpoint that can be loaded."""
+    def _load_newest_checkpoint(self) -> float:
+        """Returns the work since then. What was loaded before is written, however little work was done after it."""
         written = self.work - self.settings.checkpoint.write_seconds
-        newest = max(0.0, math.floor((written + EPSILON_SECONDS) / self.cycle) * self.cycle)
-        return max(0.0, self.work - newest)
+        self.loaded = max(self.loaded, math.floor((written + EPSILON_SECONDS) / self.cycle) * self.cycle)
+        self.num_loads += 1
+        return max(0.0, self.work - self.loaded)
 
     def _recompute(self, gpu_work: float) -> None:
         lost = gpu_work * self.useful_share

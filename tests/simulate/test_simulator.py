@@ -119,6 +119,15 @@ def test_a_checkpoint_counts_once_it_is_written() -> None:
     assert lost == pytest.approx([220 * 8, 33 * 8])
 
 
+@pytest.mark.parametrize("domain", [FaultDomain.ROLE, FaultDomain.JOB])
+def test_a_checkpoint_that_was_loaded_can_be_loaded_again(domain: FaultDomain) -> None:
+    of = settings(rollouts=0, checkpoint={"blocking_seconds": 0.0, "write_seconds": 30.0})
+    account = run(of, domain, process(250.0), process(400.0))
+    # The first fault takes the work back from 250 to 200 s, from which it goes on at 390 s; the second, at 210 s of
+    # work, takes it back to the same checkpoint.
+    assert account.gpu_seconds[Use.RECOMPUTE] == pytest.approx(4 * (50 + 10))
+
+
 def test_a_lost_rollout_slows_the_trainers_once_nothing_waits() -> None:
     account = run(settings(), FaultDomain.REPLICA, process(150.0, ROLLOUT))
     # 140 s at three quarters: the trainers wait for a quarter of the time.

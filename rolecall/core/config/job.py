@@ -156,7 +156,7 @@ class DetectorConfig(Section):
     window_seconds: Seconds = 30.0
     """History over which peers are compared."""
     hang_floor_seconds: Seconds = 2.5
-    """No stall below this is a hang: deadline = max(floor, hang_p99_factor x own P99), below the ceiling."""
+    """No stall below this is a hang: deadline = hang_p99_factor x own P99, at most the ceiling, at least this floor."""
     hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
     """Deadline as a multiple of the learned P99. A larger value detects later, with fewer false alarms."""
     hang_ceiling_seconds: Seconds = 60.0

@@ -234,7 +234,7 @@ class Supervisor:
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
             self.journal.set_desired(first)
 
-    def _recorded_self(self) -> dict[str, int | None]:
+    def _recorded_self(self) -> dict[str, int]:
         me = os.getpid()
         record_process(self.run.path, "supervisor", me)
         return {"pid": me, "start_ticks": process_start_ticks(me) or 0}

@@ -17,7 +17,7 @@ from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import STANDBY_ROLES, Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words
-from rolecall.recovery.fleet_view import FleetView, fleet_view
+from rolecall.recovery.fleet_view import fleet_of
 
 STOP_FLAG = "stop"
 
@@ -68,9 +68,9 @@ class RayRuntime:
     """The actuator of `rl_runtime`: writes the desired state to its journal, one record per target.
 
     Recovery never calls Ray: the supervisor reconciles desired and actual state, kills the old incarnation, and
-    promotes a standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the
-    incarnation that the plan names and carries the fencing number; the record names its incident, so that a repetition
-    recognizes it.
+    promotes a standby or starts a replica. The failure unit is the replica with all its ranks, or both replicas of a
+    hybrid, which get the same node. Every write expects the incarnation that the plan names and carries the fencing
+    number; the record names its incident, so that a repetition recognizes it.
     A restart writes the controller first: no controller then takes over requests of engines that are about to end.
     """
 
@@ -89,9 +89,13 @@ class RayRuntime:
         if plan.action.is_restart:
             return ()  # it names all that it takes down, and every process is started anew
         quarantined = quarantined_nodes(self._journal)
-        free = [s for s in self._fleet().standbys() if s.node not in quarantined]
+        fleet = fleet_of(self._journal)
+        free = [s for s in fleet.standbys() if s.node not in quarantined]
         found = []
         for target in plan.targets:
+            view = fleet.find(target.replica)
+            if view is not None and view.partner:
+                continue  # it starts anew beside its partner
             role, _ = split_replica(target.replica)
             standby = next((s for s in free if STANDBY_ROLES[s.role] == role), None)
             if standby is not None:
@@ -129,39 +133,41 @@ class RayRuntime:
 
     def _records(self, plan: Plan, before: Mapping[ReplicaId, Desired], lease: Lease) -> list[Desired]:
         """What is still to be written of the plan. Raises ActuatorError: a replica must move and no node is left."""
-        fleet, quarantined = fleet_view(before, self._journal.current()), quarantined_nodes(self._journal)
+        fleet, quarantined = fleet_of(self._journal), quarantined_nodes(self._journal)
         restarts = plan.action.is_restart
         # A restart names healthy nodes too.
         avoid = frozenset(quarantined if restarts else quarantined | {t.node for t in plan.targets})
         choose = fleet.restart_node if restarts else fleet.spare_node
         due = [t for t in plan.targets if not _is_done(before[t.replica], t, plan)]
         # Nodes that this plan has already given to replicas, also before a crash of the watch.
-        taken = [before[t.replica].node for t in plan.targets if t not in due and before[t.replica].node != t.node]
+        given = {t.replica: before[t.replica].node for t in plan.targets if t not in due}
+        taken = [given[t.replica] for t in plan.targets if t not in due and given[t.replica] != t.node]
         records = []
         for target in due:
-            node = target.node
+            node, view = target.node, fleet.find(target.replica)
+            partner = view.partner if view is not None else None
             # A node may have been quarantined after the plan was made.
-            if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
+            if partner in given:
+                node = given[partner]
+            elif plan.action is ActionKind.REPLACE_NODE or node in quarantined:
                 other = choose(avoid, taken)
                 if other is None:
                     raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
                 node = other
                 taken.append(node)
+            given[target.replica] = node
             records.append(
                 Desired(
                     replica=target.replica,
                     incarnation=target.incarnation + 1,
                     node=node,
-                    prefer_standby=not restarts,
+                    prefer_standby=not (restarts or partner),
                     fence=lease.fence,
                     because=plan.because,
                     incident_id=plan.incident_id,
                 )
             )
         return records
-
-    def _fleet(self) -> FleetView:
-        return fleet_view(self._journal.desired(), self._journal.current())
 
 
 def _is_done(current: Desired, target: PlanTarget, plan: Plan) -> bool:

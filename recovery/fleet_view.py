@@ -5,11 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from rolecall.core.errors import JournalCorrupt
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import RunStarted
+from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, hybrid_partner
 
 LIVING = (ReplicaState.READY, ReplicaState.SERVING)
 DEAD = (ReplicaState.LOST, ReplicaState.STOPPED)
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +27,21 @@ class ReplicaView:
     changed_at: float = 0.0  # wall seconds of the last change of `state`
     because: str = ""
     started: bool = False  # the newest incarnation has been ready, whatever became of it
+    partner: ReplicaId | None = None  # the other replica of its hybrid, which is replaced with it
 
     @property
     def role(self) -> str:
         return split_replica(self.replica)[0]
+
+    @property
+    def unit(self) -> ReplicaId:
+        """Name of what is replaced at once: of a hybrid that of its trainer."""
+        return max(self.replica, self.partner or self.replica)
+
+    @property
+    def kind_of_unit(self) -> str:
+        """What a restart of its role restarts."""
+        return HYBRID if self.partner else self.role
 
     @property
     def living(self) -> bool:
@@ -39,6 +55,10 @@ class FleetView:
 
     def find(self, replica: str) -> ReplicaView | None:
         return next((r for r in self.replicas if r.replica == replica), None)
+
+    def unit_of(self, replica: str) -> str:
+        found = self.find(replica)
+        return found.unit if found is not None else replica
 
     def of_role(self, role: str) -> tuple[ReplicaView, ...]:
         return tuple(r for r in self.replicas if r.role == role)
@@ -66,7 +86,8 @@ class FleetView:
         return _emptiest(places, taken)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"replicas": [{**asdict(r), "state": str(r.state) if r.state else None} for r in self.replicas]}
+        rows = [{**asdict(r), "state": str(r.state) if r.state else None} for r in self.replicas]
+        return {"replicas": [{k: v for k, v in row.items() if k != "partner" or v} for row in rows]}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
@@ -80,11 +101,30 @@ def _emptiest(places: Iterable[NodeId], taken: Sequence[str]) -> NodeId | None:
     return min(num_replicas, key=lambda node: (num_replicas[node] + taken.count(node), node), default=None)
 
 
-def fleet_view(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId, Actual]) -> FleetView:
-    """Joins desired and actual state. A replica that is no longer desired is left out."""
+def num_hybrids(journal: Journal) -> int:
+    """Of the run. 0 if the line that says so cannot be read: each replica is then replaced on its own."""
+    try:
+        started = journal.last(EventKind.RUN_STARTED)
+    except JournalCorrupt:
+        return 0
+    if started is None or not isinstance(started.payload, RunStarted) or started.payload.mode == "async":
+        return 0
+    return started.payload.roles.get("trainer", 0)
+
+
+def fleet_of(journal: Journal) -> FleetView:
+    """As it is now."""
+    return fleet_view(journal.desired(), journal.current(), num_hybrids(journal))
+
+
+def fleet_view(
+    desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId, Actual], hybrids: int = 0
+) -> FleetView:
+    """Joins desired and actual state. A replica that is no longer desired is left out. `hybrids`: their number."""
     rows = []
     for replica in sorted(desired):
         wanted, actual = desired[replica], current.get(replica)
+        partner = hybrid_partner(replica, hybrids)
         rows.append(
             ReplicaView(
                 replica=replica,
@@ -95,6 +135,7 @@ def fleet_view(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId,
                 changed_at=actual.changed_at if actual else 0.0,
                 because=actual.because if actual else "",
                 started=bool(actual and actual.pid),
+                partner=partner if partner in desired else None,
             )
         )
     return FleetView(replicas=tuple(rows))

@@ -141,8 +141,11 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
             because = f"{replica} was replaced {times} times in the last hour"
             because += f", the limit is {config.retries_per_replica_max}"
             return GuardResult("retries", because, page_oncall=True)
-    if len(recent) + len(at_fault) > config.evictions_per_hour_max:
-        because = f"{len(recent)} evictions in the last hour and {len(at_fault)} more requested"
+    fleet = situation.fleet
+    taken = {(e.incident_id, e.at, fleet.unit_of(e.replica)) for e in recent}
+    more = {fleet.unit_of(r) for r in at_fault}
+    if len(taken) + len(more) > config.evictions_per_hour_max:
+        because = f"{len(taken)} evictions in the last hour and {len(more)} more requested"
         because += f", the limit is {config.evictions_per_hour_max}"
         return GuardResult("evictions", because, page_oncall=True)
     others = [i for i in situation.incidents if i.incident_id != incident.incident_id]
@@ -187,12 +190,14 @@ def _at_once(
     else:
         elsewhere = {r for r in elsewhere if not is_standby(r)}
     together = targets | elsewhere
-    if len(together) > config.replicas_at_once_max:
+    # A hybrid is replaced as one.
+    if len({fleet.unit_of(r) for r in together}) > config.replicas_at_once_max:
         busy = ", ".join(sorted(elsewhere)) or "nothing"
         because = f"{busy} under repair and {', '.join(sorted(targets))} requested"
         because += f", the limit is {config.replicas_at_once_max} at once"
         # Too many on its own: waiting would not help.
-        return GuardResult(AT_ONCE, because, page_oncall=len(targets) > config.replicas_at_once_max)
+        alone = {fleet.unit_of(t) for t in targets}
+        return GuardResult(AT_ONCE, because, page_oncall=len(alone) > config.replicas_at_once_max)
     for role in sorted({split_replica(t)[0] for t in targets}):
         size = len(fleet.of_role(role))
         allowed = max(1, int(config.role_share_max * size))

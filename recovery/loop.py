@@ -30,7 +30,7 @@ from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, Oncal
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
-from rolecall.recovery.fleet_view import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_of
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import (
     WINDOW_NAME,
@@ -412,7 +412,7 @@ class Watch:
     def _fleet(self) -> FleetView:
         # Read once per tick, and again after each step.
         if self._cached_fleet is None:
-            self._cached_fleet = fleet_view(self._journal.desired(), self._journal.current())
+            self._cached_fleet = fleet_of(self._journal)
         return self._cached_fleet
 
     # --- notifications ------------------------------------------------------------------------------------------------

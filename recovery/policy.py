@@ -10,6 +10,8 @@ The row of the fault's class in `core.faults.FAULTS` names the remedy:
 
 Where nothing can act (a job that rolecall only watches), the plan is what the engineer can do (advice.py).
 
+The two replicas of a hybrid share a machine: they are replaced together, and `role` means all hybrids.
+
 Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
 collapse only pages on-call, whatever its class.
 
@@ -182,7 +184,8 @@ def question(
             i.attempt.plan.action
             for i in known
             if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
-            if (i.verified_at or 0.0) > since and i.named.keys() & incident.named.keys()
+            if (i.verified_at or 0.0) > since
+            and {fleet.unit_of(r) for r in i.named} & {fleet.unit_of(r) for r in incident.named}
         ),
         commits_since=since >= began,
     )
@@ -255,6 +258,7 @@ def _stop(facts: PolicyInput) -> PolicyDecision:
 
 def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
     targets, why_not = _targets(facts)
+    because += _shared(facts.fleet, targets)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
         outcome = IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
@@ -323,7 +327,20 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
         # Of several replacements only the dead ones are replaced again.
         dead = {r: t for r, t in found.items() if (v := facts.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
+    for view in [v for r in found if (v := facts.fleet.find(r)) is not None]:
+        partner = facts.fleet.find(view.partner) if view.partner else None
+        if partner is not None and partner.replica not in found:
+            number, node = partner.desired_incarnation, found[view.replica].node
+            found[partner.replica] = PlanTarget(replica=partner.replica, incarnation=number, node=node)
     return tuple(found[r] for r in sorted(found)), why_not
+
+
+def _shared(fleet: FleetView, targets: tuple[PlanTarget, ...]) -> str:
+    """Why a plan replaces more than the diagnosis names; empty if it does not."""
+    views = [v for t in targets if (v := fleet.find(t.replica)) is not None and v.partner]
+    units = sorted({v.unit for v in views})
+    pairs = ", ".join(f"{unit} and {next(v.partner for v in views if v.replica == unit)}" for unit in units)
+    return f"; {pairs} share a machine and are replaced together" if pairs else ""
 
 
 def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
@@ -380,23 +397,30 @@ def _needs_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
 def _next_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> ActionKind | None:
     """The rung above those that were tried; None: there is none."""
     tried = facts.same_step | {p.action for p in facts.past}
-    roles = {split_replica(t.replica)[0] for t in targets}
+    roles = {_kind(facts.fleet, t) for t in targets}
     if ActionKind.RESTART_JOB in tried or roles & STANDBY_ROLES.keys():
         return None
     beyond_the_role = ActionKind.RESTART_ROLE in tried or len(roles) > 1
-    if beyond_the_role or len(facts.fleet.of_role(roles.pop())) == 1:
+    units = {r.unit for r in facts.fleet.replicas if r.kind_of_unit in roles}
+    if beyond_the_role or len(units) == 1:
         return ActionKind.RESTART_JOB
     return ActionKind.RESTART_ROLE
 
 
 def _of_restart(action: ActionKind, fleet: FleetView, targets: tuple[PlanTarget, ...]) -> list[PlanTarget]:
     """All replicas of the role, or of the job: but standbys, which do no work and hold no state."""
-    role = split_replica(targets[0].replica)[0]
+    role = _kind(fleet, targets[0])
     return [
         PlanTarget(replica=r.replica, incarnation=r.desired_incarnation, node=r.node)
         for r in fleet.replicas
-        if (r.role == role if action is ActionKind.RESTART_ROLE else not is_standby(r.replica))
+        if (r.kind_of_unit == role if action is ActionKind.RESTART_ROLE else not is_standby(r.replica))
     ]
+
+
+def _kind(fleet: FleetView, target: PlanTarget) -> str:
+    """What a restart of the target's role restarts."""
+    seen = fleet.find(target.replica)
+    return seen.kind_of_unit if seen is not None else split_replica(target.replica)[0]
 
 
 def _deaths(past: tuple[FailedAttempt, ...]) -> int:

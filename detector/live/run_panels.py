@@ -3,7 +3,8 @@
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
 A panel contains the current processes of one role. Of replicas whose ranks compute together the further ranks have a
-panel of their own: the first one leads them, and does more. When a process joins, leaves or is replaced, its panel's
+panel of their own: the first one leads them, and does more. So have the engines of hybrids, which sleep in every step
+while others may work. When a process joins, leaves or is replaced, its panel's
 tracker starts over, since work is redistributed; what is usual among the machines is kept (`profile`). Fewer than
 `PEERS_MIN` processes have no panel. Standbys, starting processes and node metrics (the nodes of a run do different
 work) are excluded. Metrics of the GPUs of a process count as its own (detector/live/gpu_readings.py).
@@ -41,8 +42,8 @@ PROCESSES_MAX = 65_536
 """Equal to the limit of the engine (`processes.SUBJECTS_MAX`)."""
 
 
-Part = tuple[str, bool]
-"""(role, whether these are the further ranks of replicas whose ranks compute together)"""
+Part = tuple[str, bool, bool]
+"""(role, whether these are the further ranks of replicas whose ranks compute together, whether they sleep at times)"""
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class _PanelMember:
     process: ProcessId
     heard_wall: float
     is_further: bool = False
+    sleeps: bool = False
     newest: ProcessSample | None = None  # since the last tick
     before: CounterReading | None = None  # at the last tick with a sample
 
@@ -69,7 +71,7 @@ class _PanelMember:
 
     @property
     def part(self) -> Part:
-        return self.role, self.is_further
+        return self.role, self.is_further, self.sleeps
 
     def read(self) -> dict[str, float]:
         """Metric values by name since the last read; empty without a new sample."""
@@ -146,6 +148,7 @@ class RunPanels:
             self._by_key[known.key] = known
         known.heard_wall = now
         known.is_further = sample.rank > 0 and sample.exchanges > 0
+        known.sleeps |= sample.phase == Phase.PAUSED
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample
 
@@ -193,7 +196,7 @@ class RunPanels:
             if panel.ticks >= SETTLE_TICKS and panel.metrics:
                 machines = tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes)
                 metrics = tuple(sorted(panel.metrics))
-                role, is_further = part
+                role, is_further, _ = part
                 panel.tracker = self._detector.track(
                     PanelShape(
                         role=role,

@@ -36,7 +36,7 @@ from rolecall.core.journal.payloads import (
     RecoveryResumed,
 )
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of
 from rolecall.recovery.incidents import (
     INCIDENT_KINDS,
     NOT_STARTED,
@@ -268,7 +268,7 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
     check_request(by, reason)
     split_replica(replica)
     with _of_running(location, clock) as (journal, projection):
-        view = fleet_view(journal.desired(), journal.current()).find(replica)
+        view = fleet_of(journal).find(replica)
         if view is None:
             raise CommandRefused(f"{replica} is not part of this run: {', '.join(sorted(journal.desired()))}")
         handling = handling_incident(projection, replica)
@@ -317,7 +317,7 @@ def drain_node(
     if not _record(journal, projection, node).quarantined:
         journal.append(NodeQuarantined(node=node, by=by, because=f"drained: {because}"))
     desired = journal.desired()
-    fleet = fleet_view(desired, journal.current())
+    fleet = fleet_of(journal)
     affected = [  # running there, or about to start there
         view
         for view in fleet.replicas
@@ -371,7 +371,7 @@ def nodes(location: RunLocation, clock: Clock | None = None) -> list[dict[str, A
     """
     with opened(location, clock) as (journal, projection):
         records = fold_nodes(journal.events(kinds=NODE_KINDS))
-        fleet = fleet_view(journal.desired(), journal.current())
+        fleet = fleet_of(journal)
         known = known_nodes(journal)
     incident_ids: dict[str, list[str]] = {}
     for incident in projection.incidents.values():

@@ -24,7 +24,7 @@ from rolecall.core.text import in_words
 from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
-from rolecall.recovery.fleet_view import fleet_view
+from rolecall.recovery.fleet_view import fleet_of
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
 from rolecall.recovery.incidents import (
     NO_CHANNEL,
@@ -69,8 +69,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     now = (clock or SystemClock()).wall()
     with opened(location) as (journal, projection):
         lease, acquired = journal.lease(LEASE_NAME), journal.last(K.LEASE_ACQUIRED)
-        desired = journal.desired()
-        fleet = fleet_view(desired, journal.current())
+        fleet = fleet_of(journal)
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
         committed, evaluated = journal.last(K.STEP_COMMITTED), journal.last(K.EVALUATION_FINISHED)

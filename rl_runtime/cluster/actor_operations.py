@@ -62,7 +62,7 @@ class RayActorOperations:
             "namespace": NAMESPACE,
             "lifetime": "detached",
             "num_cpus": 0,
-            "num_gpus": num_gpus(spawn.replica, spawn.device, self._runtime),
+            "num_gpus": 0 if spawn.gpus else num_gpus(spawn.replica, spawn.device, self._runtime),
             "resources": {str(spawn.node): 1},
             "max_restarts": 0,
             "max_task_retries": 0,

@@ -24,9 +24,10 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import DeadlineExceeded, RolecallError
 from rolecall.core.ids import process_start_ticks
-from rolecall.core.membership import Actual
+from rolecall.core.membership import Actual, hybrid_partner
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.device import VISIBLE_DEVICES
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec
@@ -127,6 +128,8 @@ class _Actor:
 
     def __init__(self, spawn: ActorSpec, job: dict[str, Any]) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # must precede the import of torch
+        if spawn.gpus:  # of a hybrid: Ray gives them to no actor
+            os.environ[VISIBLE_DEVICES] = ",".join(spawn.gpus)
         self._spawn, self._job = spawn, parse_job(job)
         self._lease = ActorLease(START_LEASE_SECONDS, SystemClock(), _exit_on_lease_expiry)
         reporter.start(
@@ -239,7 +242,8 @@ class TrainerActor(_Actor):
 
 
 @_forwards(
-    control=("info", "submit", "tokens_since", "drain", "ack", "list_requests", "promote"), work=("update_weights",)
+    control=("info", "submit", "tokens_since", "drain", "sleep", "ack", "list_requests", "promote"),
+    work=("update_weights",),
 )
 class RolloutActor(_Actor):
     """Also a standby, until it is promoted."""
@@ -262,6 +266,7 @@ class RolloutActor(_Actor):
             device=spawn.device,
             memory_share=job.runtime.rollout_memory_share,
             cuda_graphs=job.runtime.rollout_cuda_graphs,
+            sleeps=hybrid_partner(spawn.replica, job.num_hybrids) is not None,
         )
         several: dict[str, Any] = {}
         if ranks is not None:

@@ -8,21 +8,23 @@ import logging
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.errors import ActuatorError
-from rolecall.core.ids import split_replica
+from rolecall.core.ids import NodeId, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import Payload, ReplicaLost, ReplicaReady, ReplicaStarting, ReplicaStopped
-from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState, hybrid_partner
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
 from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
+from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.processes import RunProcess, former_ranks, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.protocol.membership import GONE
 from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
@@ -55,8 +57,10 @@ class Operations:
         clock: Clock,
         note: Callable[[str], None],
         device: DeviceName = "cpu",
+        gpus: Mapping[NodeId, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        self._device = device
+        """`gpus`: of each node."""
+        self._device, self._gpus = device, gpus
         self._run, self._job, self._journal, self._actors = run, job, journal, actors
         self._clock, self._note = clock, note
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="operation")
@@ -116,6 +120,9 @@ class Operations:
         self._submit([(what.replica, what.incarnation)], lambda: self._start(record))
 
     def _start(self, record: Actual) -> None:
+        # Ray gives a GPU to one actor only, so that it gives a hybrid none, and its two actors take the same ones.
+        shares = hybrid_partner(record.replica, self._job.num_hybrids) is not None
+        number = num_gpus(record.replica, self._device, self._job.runtime) if shares else 0
         spawn = make_spawn(
             self._run,
             record.replica,
@@ -123,6 +130,7 @@ class Operations:
             record.node,
             database_url=self._journal.store.url,
             device=self._device,
+            gpus=tuple(self._gpus.get(record.node, ())[:number]),
         )
         is_engine = split_replica(record.replica)[0] in ENGINE_ROLES
         if is_engine:

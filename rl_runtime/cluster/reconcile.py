@@ -197,7 +197,8 @@ def free_nodes(fleet: ClusterState) -> list[NodeId]:
 
 
 def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
-    """Initial placement: controller and rewards on the head, then one trainer, rollout or standby a node.
+    """Initial placement: controller and rewards on the head, then one trainer, rollout or standby a node; in a hybrid
+    the rollout has the trainer's.
 
     Raises:
         NotEnoughNodes: which role lacks what.
@@ -205,21 +206,18 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
     nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
     placed = {replica_id("controller", 0): nodes[0]}
     placed |= {replica_id("reward", i): nodes[0] for i in range(job.roles.reward)}
-    free, lacking = nodes[1:], []
-    for role, count in (
-        ("trainer", job.roles.trainer),
-        ("rollout", job.roles.rollout),
-        *job.runtime.num_standbys().items(),
-    ):
-        got = min(count, len(free))
-        placed |= {replica_id(role, i): free[i] for i in range(got)}
+    free, lacking, hybrids = nodes[1:], [], job.num_hybrids
+    counts = {"trainer": job.roles.trainer, "rollout": job.roles.rollout - hybrids, **job.runtime.num_standbys()}
+    for role, count in counts.items():
+        got, first = min(count, len(free)), hybrids if role == "rollout" else 0
+        placed |= {replica_id(role, first + i): free[i] for i in range(got)}
         free = free[got:]
         if got < count:
             lacking.append(f"{role} lacks {count - got} of {count}")
     if lacking:
-        needed = 1 + job.roles.trainer + job.roles.rollout + sum(job.runtime.num_standbys().values())
+        shared = f", and rollouts up to rollout/{hybrids - 1} that of their trainer" if hybrids else ""
         raise NotEnoughNodes(
-            f"runtime.nodes: {job.runtime.nodes}, but the roles need {needed} (controller and rewards share one; "
-            f"each trainer, rollout and standby has its own): {', '.join(lacking)}"
+            f"runtime.nodes: {job.runtime.nodes}, but the roles need {1 + sum(counts.values())} (controller and "
+            f"rewards share one; each trainer, rollout and standby has its own{shared}): {', '.join(lacking)}"
         )
-    return placed
+    return placed | {replica_id("rollout", i): placed[replica_id("trainer", i)] for i in range(hybrids)}

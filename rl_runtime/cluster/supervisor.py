@@ -28,7 +28,7 @@ from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
-from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
+from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes, num_needed
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
 from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
@@ -45,7 +45,7 @@ from rolecall.rl_runtime.cluster.reconcile import (
     place,
     reconcile,
 )
-from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, num_gpus
+from rolecall.rl_runtime.device import Hardware, device_of, found_hardware
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -169,7 +169,7 @@ class Supervisor:
         self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
-        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device)
+        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device, gpus)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()
@@ -228,6 +228,7 @@ class Supervisor:
             nodes=tuple(self.nodes),
             num_steps=self.job.num_steps,
             ranks=self.job.runtime.ranks(),
+            mode=self.job.runtime.mode,
         )
         self.journal.append(started, key="run-started")
         for replica, node in placed.items():
@@ -246,7 +247,9 @@ class Supervisor:
         last, placed = self.journal.desired(), place(self.job)
         quarantined = quarantined_nodes(self.journal)
         spare = [n for n in self.nodes if n not in quarantined and n not in placed.values()]
-        placed |= {r: spare.pop(0) for r, n in placed.items() if n in quarantined and spare}
+        # By node: a hybrid stays together.
+        moved = {n: spare.pop(0) for n in dict.fromkeys(placed.values()) if n in quarantined and spare}
+        placed = {r: moved.get(n, n) for r, n in placed.items()}
         for replica, node in placed.items():
             number = last[replica].incarnation if replica in last else 0  # cut off before it was wanted
             anew = Desired(replica=replica, incarnation=number + 1, node=node, prefer_standby=False, because=because)
@@ -375,10 +378,12 @@ class Supervisor:
         if not self.cluster.gpus:
             return ""
         others = [
-            a for a in fleet.actual.values() if a.node == what.node and a.state in LIVING and a.replica != what.replica
+            a.replica
+            for a in fleet.actual.values()
+            if a.node == what.node and a.state in LIVING and a.replica != what.replica
         ]
-        used = sum(num_gpus(a.replica, "cuda", self.job.runtime) for a in others)
-        needed, there = num_gpus(what.replica, "cuda", self.job.runtime), len(self.cluster.gpus.get(what.node, ()))
+        used, there = num_needed(others, self.job), len(self.cluster.gpus.get(what.node, ()))
+        needed = num_needed([*others, what.replica], self.job) - used
         if used + needed <= there:
             return ""
         return f"{what.node} has {counted(there, 'GPU')}: {used} used, {needed} needed"

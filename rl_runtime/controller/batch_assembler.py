@@ -146,6 +146,7 @@ class BatchAssembler:
             groups_per_step=self._num_groups,
             group_size=self._job.algorithm.group_size,
             staleness_max=self._staleness_max,
+            together=self._job.num_hybrids > 0,
         )
         new = [g for g, _ in placed if g not in self._table.groups]
         if new:
@@ -211,6 +212,11 @@ class BatchAssembler:
         self._drop([g for g in stale if g.group_id in self._table.groups], TOO_STALE)
         self.issue()
 
+    def ready(self) -> list[OpenGroup]:
+        """Groups that the step being formed can take, oldest first."""
+        dynamic = self._job.algorithm.dynamic_sampling
+        return self._table.in_phase(GroupPhase.ACCEPTED if dynamic else GroupPhase.SCORED)
+
     def snapshot(self) -> BatchSnapshot:
         """Input of `form_step`.
 
@@ -218,7 +224,7 @@ class BatchAssembler:
             BatchNotFilled: no more groups may be filtered for this step, and `at_refill_limit` is `fail`.
         """
         step, algorithm = self._loop.step, self._job.algorithm
-        ready = self._table.in_phase(GroupPhase.ACCEPTED if algorithm.dynamic_sampling else GroupPhase.SCORED)
+        ready = self.ready()
         # Groups whose tokens expire first come first, then by number: engines finish out of order.
         ready.sort(key=lambda g: (g.oldest_since(step - self._staleness_max), g.group_id))
         aside, at_limit = self._aside(), False

@@ -1,7 +1,8 @@
 """The rollout engines: admitted on proof, given requests, polled for tokens, and contained at once when lost.
 
 Each engine has two tasks: a pump (submit requests, pull tokens, acknowledge) and an updater (load the newest policy
-version and prove it). An engine that does not answer delays only itself: after `SILENT_SECONDS` its requests continue
+version and prove it). The engine of a hybrid also sleeps, while the trainer beside it works: it has no requests then,
+and an update wakes it. An engine that does not answer delays only itself: after `SILENT_SECONDS` its requests continue
 elsewhere from the streamed tokens, and it gets no new ones. Its pending call stays in flight. Recovery decides on its
 replacement; if it answers again, tokens generated since then are discarded, and it continues to work.
 """
@@ -10,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,7 +26,14 @@ from rolecall.rl_runtime.controller.step_plan import EngineLoad, membership_chan
 from rolecall.rl_runtime.controller.trajectories import NOTHING, EngineKey, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
-from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
+from rolecall.rl_runtime.protocol.messages import (
+    GenerationRequest,
+    Holder,
+    Manifest,
+    PulledTokens,
+    TokenChunk,
+    WeightProof,
+)
 from rolecall.rl_runtime.weights.proof import ProofVerifier
 
 logger = logging.getLogger(__name__)
@@ -50,6 +58,9 @@ SLOT_SECONDS = 2.0
 engine. A holder serves one puller at a time, and every engine with the version is a holder, so a round is logarithmic
 in their number. A longer or hung update continues and delays no other engine.
 """
+SLEEP_SECONDS = 10.0
+"""Time for an engine to finish its step, or a weight update, and fall asleep. The step of all hybrids waits for it, and
+one that takes longer is contained: its memory may be what the trainer needs."""
 EXCHANGE = "exchanging its requests"
 FAILURES_MAX = 4
 """Turns or updates that may fail in a row, by the engine's own error, before it is contained."""
@@ -117,6 +128,8 @@ class EngineState:
     serving: bool = False
     behind_since: float | None = None  # seconds of the loop's clock; None: it has proven the desired version
     silent: bool = False
+    asleep: bool = False  # until its next update
+    updating: bool = False
     draining: bool = False
     holds_unknown: bool = False  # requests of an earlier controller, not listed yet
     failures: Counter[str] = field(default_factory=Counter)
@@ -147,9 +160,11 @@ class RolloutPool:
         on_finished: Callable[[], None],
         trains_prefixes: bool = False,
         vocab_size: int | None = None,
+        hybrids: Collection[ReplicaId] = (),
     ) -> None:
         """`trains_prefixes`: unfinished output of a lost engine is trained on, and generation continues elsewhere after
-        it; otherwise the request continues elsewhere first. `vocab_size`: larger token ids are rejected.
+        it; otherwise the request continues elsewhere first. `vocab_size`: larger token ids are rejected. `hybrids`:
+        rollouts that share their machine with a trainer.
         """
         self._recorder, self._table, self._verifier = recorder, table, verifier
         self._connect, self._tasks = connect, tasks
@@ -159,6 +174,8 @@ class RolloutPool:
         self._giving: set[Holder] = set()
         self._given: Counter[Holder] = Counter()  # how often each served the target version
         self._offered = asyncio.Event()  # a holder is free, or there is a new one
+        self._hybrids = frozenset(hybrids)
+        self._hybrids_rest = bool(hybrids)  # until it is known whether an earlier controller's step is to be trained
         self._joining: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed handshakes with replicas that are not admitted yet
         self._took_over = False  # serving engines were queried for requests of an earlier controller
@@ -210,6 +227,7 @@ class RolloutPool:
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
             # An earlier controller admitted it; the next update proves it again.
             engine.version, engine.serving = info.policy_version, True
+        engine.asleep = info.asleep
         engine.tokens_seen = self._tokens_generated(record) or 0
         self.engines[key] = engine
         self._recorder.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
@@ -246,9 +264,12 @@ class RolloutPool:
             EngineLoad(
                 key=engine.key,
                 version=engine.version,
-                may_serve=engine.serving and not engine.silent,
+                may_serve=engine.serving and not (engine.silent or engine.asleep or self._rests(engine)),
                 num_requests=self._table.num_unfinished(engine.key),
                 is_due=engine.behind_since is not None and now - engine.behind_since < SLOT_SECONDS,
+                is_behind=not engine.silent
+                and engine.behind_since is not None
+                and now - engine.behind_since < self._update_seconds,
             )
             for engine in self.engines.values()
         ]
@@ -275,16 +296,70 @@ class RolloutPool:
         for engine in self.engines.values():
             engine.wake.set()
 
+    def _rests(self, engine: EngineState) -> bool:
+        """Whether the trainer beside it works now, so that it gets neither requests nor weights."""
+        return self._hybrids_rest and engine.key[0] in self._hybrids
+
+    def others_serve(self) -> bool:
+        """Whether an engine works that is no hybrid's."""
+        return any(e.may_serve and e.key[0] not in self._hybrids for e in self.loads())
+
+    def rest_hybrids(self) -> list[EngineKey]:
+        """From now on the hybrids' engines get nothing to do. Returns those that do not sleep yet."""
+        self._hybrids_rest = True
+        hybrids = [e for e in self.engines.values() if e.key[0] in self._hybrids]
+        return sorted(e.key for e in hybrids if e.updating or not e.asleep)
+
+    def wake_hybrids(self) -> None:
+        """Lets the hybrids' engines load the desired version, prove it, and work again."""
+        if not self._hybrids_rest:
+            return
+        self._hybrids_rest = False
+        now = asyncio.get_running_loop().time()
+        for engine in self.engines.values():
+            if self.target is not None and self._needs_update(engine, self.target):
+                engine.behind_since = engine.behind_since or now
+                engine.wanted.set()
+
+    async def sleep(self, keys: Iterable[EngineKey]) -> None:
+        """Sends engines to sleep; their requests continue elsewhere, or here later, with every token made so far."""
+        asked = {asyncio.ensure_future(self._put_to_sleep(e)): e for k in keys if (e := self.engines.get(k))}
+        try:
+            while waited := [task for task, e in asked.items() if not task.done() and e.key in self.engines]:
+                await asyncio.wait(waited, timeout=PULL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            for task in asked:
+                if task.done():
+                    task.result()
+        finally:
+            for task in asked:
+                task.cancel()
+
+    async def _put_to_sleep(self, engine: EngineState) -> None:
+        try:
+            self._take_last(engine, await engine.port.sleep(self._table.offsets(engine.key), SLEEP_SECONDS))
+        except ReplicaExited as e:
+            self.contain(engine.key, e.because)
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
+            self.contain(engine.key, f"it did not fall asleep: {type(e).__name__}: {e}")
+        else:
+            engine.asleep = True
+            self._table.leave(engine.key, alive=True)
+            self.assign_unassigned()
+            engine.wake.set()
+
+    def _take_last(self, engine: EngineState, pulled: PulledTokens) -> None:
+        """Takes the tokens of an engine that has stopped generating."""
+        if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
+            engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
+            check_chunks(pulled.chunks, self._vocab_size)
+            if self._table.take(engine.key, pulled.chunks, engine.version):
+                self._on_finished()
+
     async def _drain(self, engine: EngineState, because: str) -> None:
         """Collects the last tokens of an engine that is replaced alive; the supervisor waits for it."""
         engine.serving = False  # no new requests; an answer in progress is still taken
         try:
-            pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
-            if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
-                engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
-                check_chunks(pulled.chunks, self._vocab_size)
-                if self._table.take(engine.key, pulled.chunks, engine.version):
-                    self._on_finished()
+            self._take_last(engine, await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2))
         except Exception as e:  # noqa: BLE001
             # Whatever the cause, the engine delivers no more tokens: its requests continue from the streamed ones.
             logger.warning("%s did not drain: %s", engine.port, e)
@@ -386,7 +461,8 @@ class RolloutPool:
             except RolecallError:
                 self._table.forget_unassigned(key, forget)
                 raise
-        fresh = self._table.unsent(key) if engine.serving and not engine.holds_unknown else []
+        takes = engine.serving and not (engine.holds_unknown or engine.asleep or self._rests(engine))
+        fresh = self._table.unsent(key) if takes else []
         if fresh:
             await port.submit(fresh)
             self._table.mark_sent(key, [r.request_id for r in fresh])
@@ -434,7 +510,7 @@ class RolloutPool:
         while engine.key in self.engines:
             await engine.wanted.wait()
             engine.wanted.clear()
-            while self.target is not None and (engine.proven != self.target.manifest.digest or not engine.serving):
+            while self.target is not None and self._needs_update(engine, self.target):
                 try:
                     proof = await self._update(engine)
                 except ReplicaExited as e:
@@ -454,6 +530,10 @@ class RolloutPool:
                     elif not self._admit(engine, proof):
                         return
 
+    def _needs_update(self, engine: EngineState, target: DesiredWeights) -> bool:
+        current = engine.serving and engine.proven == target.manifest.digest
+        return not self._rests(engine) and (engine.asleep or not current)
+
     async def _update(self, engine: EngineState) -> WeightProof | None:
         """One attempt. None: retry, without counting a failure of the engine."""
         if engine.silent:
@@ -464,6 +544,7 @@ class RolloutPool:
             # Read now: the target may have been replaced during the wait.
             manifest, epoch = self._wanted().manifest, self._recorder.epoch
             call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+            engine.updating = True
             with self._gives(holders[:1]):
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
             proof = await call
@@ -474,6 +555,8 @@ class RolloutPool:
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not loaded: %s", engine.port, manifest.policy_version, e)
             return None
+        finally:
+            engine.updating = False
         verdict = self._verifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
         if not verdict.admitted or proof.replica != engine.key[0]:
             reason = verdict.because if not verdict.admitted else f"the proof is {proof.replica}'s"
@@ -513,11 +596,12 @@ class RolloutPool:
 
     def _admit(self, engine: EngineState, proof: WeightProof) -> bool:
         """Records a proven version; the first one lets the engine serve. False if it was fenced in the meantime."""
-        engine.version, engine.proven = proof.policy_version, proof.manifest_digest
+        engine.version, engine.proven, engine.asleep = proof.policy_version, proof.manifest_digest, False
         engine.failures.clear()
         if self.target is not None and engine.proven == self.target.manifest.digest:
             engine.behind_since = None
         if engine.serving:
+            self.assign_unassigned()
             self._on_finished()
             return True
         self._recorder.admitted(proof)

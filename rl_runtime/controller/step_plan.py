@@ -2,7 +2,7 @@
 with their reason; `controller.py` and its components perform them and ask again.
 
 Step formation. `next_step` picks the loop's next action; `form_step` picks a step's groups or the reason to wait;
-`place_groups` and `reassign` map groups to engines.
+`place_groups` and `reassign` map groups to engines; `turn_of_hybrids` says whether hybrids generate or train.
 Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that
 will not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
 """
@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
+from rolecall.core.config.job import RunMode
 from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, PeerLost, RolecallError
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
@@ -32,6 +34,8 @@ from rolecall.rl_runtime.protocol.messages import (
 
 PATIENCE_SECONDS = 2.0
 """How long a full step waits for groups that would otherwise become too old."""
+SWITCH_SHARES: Mapping[RunMode, float] = MappingProxyType({"sync": 1.0, "semi_sync": 0.5})
+"""Share of a step's groups that must be ready before the hybrids' engines sleep (RobustRL, arXiv 2512.22492)."""
 CODE_ERRORS_MAX = 2
 """Exceptions of code in one step; the second one counts as user code (docs/invariants.md, Bounded remediation)."""
 
@@ -57,6 +61,13 @@ class CommittedStep:
     commit: CommitRecord
     result: StepResult | None
     attempts: int
+
+
+class HybridTurn(StrEnum):
+    """What the hybrids, which are a trainer and an engine each, do at the moment."""
+
+    GENERATE = "generate"  # their engines work, the trainers wait
+    TRAIN = "train"  # their engines sleep
 
 
 @dataclass(slots=True)
@@ -88,6 +99,8 @@ class LoopState:
     """The newest policy version, if it is the last one, is still to be evaluated."""
     full_since: float | None = None
     """Time since which there are enough groups for the step being formed."""
+    turn: HybridTurn = HybridTurn.GENERATE
+    """Of the hybrids, in the modes that have them."""
     last_decision: str = ""
     """The last decision of the loop and its reason."""
 
@@ -99,6 +112,7 @@ class LoopState:
 class LoopAction(StrEnum):
     FINISH = "finish"
     REGROUP = "regroup"  # trainers left or are ready to join: form a new epoch
+    SLEEP = "sleep"  # send the hybrids' engines to sleep
     PUBLISH = "publish"  # offer the newest policy version to the rollouts
     CHECKPOINT = "checkpoint"  # copy the state if a checkpoint is due
     TRAIN = "train"  # run the planned step
@@ -125,14 +139,33 @@ class TrainerChanges:
         return "; ".join([*lost, *(f"{replica}#{incarnation} joins" for replica, incarnation in self.joining)])
 
 
-def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
-    """The loop's next action. Membership comes before weights, and weights before the next step."""
+def turn_of_hybrids(
+    loop: LoopState, *, mode: RunMode, num_ready: int, groups_per_step: int, others_serve: bool
+) -> HybridTurn:
+    """Whose turn it is. Depends on nothing but the present: a loss during a step needs no case of its own.
+
+    `num_ready`: groups that the step being formed can take. `others_serve`: an engine works that is no hybrid's.
+    Without one the hybrids generate until the step is formed, because nobody else would finish its groups.
+    """
+    share = SWITCH_SHARES.get(mode)
+    if share is None:
+        return HybridTurn.GENERATE
+    enough = others_serve and num_ready >= share * groups_per_step
+    return HybridTurn.TRAIN if loop.plan is not None or enough else HybridTurn.GENERATE
+
+
+def next_step(loop: LoopState, trainers: TrainerChanges, awake: Collection[EngineKey] = ()) -> LoopDecision:
+    """The loop's next action. Membership comes before weights, and weights before the next step. `awake`: engines of
+    hybrids that do not sleep, if they should."""
     if loop.stop_because:
         return LoopDecision(action=LoopAction.FINISH, because=loop.stop_because)
     if loop.plan is None and not loop.wants_more and not loop.evaluating:
         return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
     if trainers.lost or trainers.joining:
         return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
+    if awake:
+        names = ", ".join(f"{replica}#{incarnation}" for replica, incarnation in sorted(awake))
+        return LoopDecision(action=LoopAction.SLEEP, because=f"the hybrids train: {names} must sleep")
     # A planned step needs no rollouts. If no trainer answers, the attempt to train identifies the lost ones.
     if not loop.published and not (loop.publish_failed and loop.plan is not None):
         return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")
@@ -220,6 +253,7 @@ class EngineLoad:
     may_serve: bool  # proven, alive, and answering
     num_requests: int
     is_due: bool = False  # about to have the newest version
+    is_behind: bool = False  # answers, and may still load the newest version in time
 
 
 def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
@@ -248,9 +282,13 @@ def place_groups(
     groups_per_step: int,
     group_size: int,
     staleness_max: int,
+    together: bool = False,
 ) -> list[tuple[GroupId, EngineKey]]:
-    """As many of `groups` as can be trained within `staleness_max` after `ahead`, each with its engine."""
+    """As many of `groups` as can be trained within `staleness_max` after `ahead`, each with its engine. `together`:
+    none before all engines have the newest version."""
     by_key = {e.key: e for e in loads}
+    if together and any(e.is_behind for e in by_key.values()):
+        return []
     placed: list[tuple[GroupId, EngineKey]] = []
     while loop.hold or loop.step + ahead // groups_per_step < loop.num_steps:
         in_time = [

@@ -209,6 +209,11 @@ class RolloutPort(RoleClient):
         """The last tokens of an engine that is replaced alive, even if it does not stop within `seconds`."""
         return cast(PulledTokens, await self._ask(seconds * 2, "drain", self.incarnation, offsets, seconds))
 
+    async def sleep(self, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """The engine stops generating until the next `update_weights`. Returns the last tokens."""
+        args = (self.incarnation, offsets, seconds)
+        return cast(PulledTokens, await self._ask(seconds + CONTROL_SECONDS, "sleep", *args))
+
     async def ack(self, request_ids: Sequence[str]) -> None:
         """The engine drops these requests and aborts those still running."""
         await self.client.call("ack", self.incarnation, list(request_ids))

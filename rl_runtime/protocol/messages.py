@@ -319,6 +319,7 @@ class RolloutInfo:
     holder: Holder
     num_requests: int
     tokens_generated: int
+    asleep: bool = False  # generates nothing until its next update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ class ActorSpec:
     secret: str  # registration_secret of (replica, rank 0, incarnation)
     database_url: str
     device: DeviceName = "cpu"  # of a role that computes
+    gpus: tuple[str, ...] = ()  # of a hybrid, whose two actors see the same ones; of others Ray decides
 
     def __repr__(self) -> str:
         # The secret must not reach any log: Ray prints arguments of failed calls.
@@ -47,6 +48,7 @@ def make_spawn(
     *,
     database_url: str | None = None,
     device: DeviceName = "cpu",
+    gpus: tuple[str, ...] = (),
 ) -> ActorSpec:
     """The spec of one incarnation, of rank 0; its secret is derived from the run's token."""
     return ActorSpec(
@@ -58,4 +60,5 @@ def make_spawn(
         secret=registration_secret(run.token(), replica, 0, incarnation),
         database_url=database_url or run.database_url,
         device=device,
+        gpus=gpus,
     )

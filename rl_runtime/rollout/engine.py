@@ -58,6 +58,8 @@ CANARY_ID: Final = "rolecall-canary"
 CANARY_STEPS_MAX: Final = 64
 """Engine steps that the canary may take. It takes one; more mean that it gets no cache blocks."""
 BATCHED_TOKENS_MIN: Final = 2048
+DISCARD: Final = 2
+"""vLLM's level of sleep that keeps nothing on the host: the replica has the tensors of its version there."""
 COLLECTIVES: Final = ("all_reduce", "all_gather", "gather")
 """Of a tensor-parallel group, in a step."""
 
@@ -82,6 +84,7 @@ class EngineSettings:
     device: DeviceName = "cpu"
     memory_share: float = 0.9  # of each GPU, for all that the engine needs
     cuda_graphs: bool = True
+    sleeps: bool = False  # a trainer has the same GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,22 @@ class VllmEngine:
         self._llm.reset_prefix_cache(reset_running_requests=True)
         return sorted({name for rank in self._rpc("rolecall_load", tensors) for name in rank})
 
+    def sleep(self) -> None:
+        """Frees the device memory of weights and KV cache. Requests in flight stay, and are computed again after `wake`
+        and `load`. On a CPU only the caller's pause remains."""
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        if self._frees_memory:
+            self._rpc("sleep", DISCARD)
+
+    def wake(self) -> None:
+        """Takes the memory back; its content is undefined until `load`."""
+        if self._frees_memory:
+            self._rpc("wake_up")
+
+    @property
+    def _frees_memory(self) -> bool:
+        return self.settings.sleeps and self.settings.device == "cuda"
+
     def storage(self) -> list[Storage]:
         """Digests of the parameter storage, by rank."""
         return cast(list[Storage], self._rpc("rolecall_storage"))
@@ -337,7 +356,11 @@ def _executor(place: EnginePlace) -> Any:
 def _device_arguments(settings: EngineSettings) -> dict[str, Any]:
     if settings.device == "cpu":
         return {"enforce_eager": True, "kv_cache_memory_bytes": settings.kv_cache_bytes}
-    return {"enforce_eager": not settings.cuda_graphs, "gpu_memory_utilization": settings.memory_share}
+    return {
+        "enforce_eager": not settings.cuda_graphs,
+        "gpu_memory_utilization": settings.memory_share,
+        "enable_sleep_mode": settings.sleeps,
+    }
 
 
 def _start(settings: EngineSettings, place: EnginePlace) -> Any:

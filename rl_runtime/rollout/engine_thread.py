@@ -1,9 +1,9 @@
 """The only thread that uses an engine: it steps while there are requests, and runs orders between two steps.
 
 It also reports its phase: `generate` from the arrival of requests (progress with every step), `idle` without requests,
-`wait` while it only waits for weights. A hang before the first request is processed is therefore visible as missing
-progress. A step that fails ends the thread: the engine is then broken, every later call raises, and `on_failure` is
-called once.
+`wait` while it only waits for weights, `paused` while the engine is asleep: it then takes no step, whatever requests it
+has. A hang before the first request is processed is therefore visible as missing progress. A step that fails ends the
+thread: the engine is then broken, every later call raises, and `on_failure` is called once.
 """
 
 import logging
@@ -58,6 +58,8 @@ class EngineThread:
         self._phase_lock = threading.Lock()
         self._resting = False
         self.awaits_weights = False
+        self.asleep = False
+        """Set by an order: no steps from then on."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -92,7 +94,7 @@ class EngineThread:
         """
         with self._phase_lock:
             # While it runs an order or a step, the thread reports its phase itself and runs this order next.
-            if self._resting:
+            if self._resting and not self.asleep:
                 self._resting = False
                 self._enter(Phase.GENERATE)
                 reporter.update(requests_active=num_requests)
@@ -133,7 +135,7 @@ class EngineThread:
         try:
             while not self._closing:
                 self._obey(engine)
-                if engine.num_in_flight:
+                if engine.num_in_flight and not self.asleep:
                     self._step(engine)
                 else:
                     self._rest()
@@ -183,7 +185,7 @@ class EngineThread:
                 return  # posted since the last check
             if self._phase in (Phase.START, Phase.GENERATE):
                 reporter.update(requests_active=0)
-            self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
+            self._enter(Phase.PAUSED if self.asleep else Phase.WAIT if self.awaits_weights else Phase.IDLE)
             self._resting = True
 
     def _enter(self, phase: Phase) -> None:

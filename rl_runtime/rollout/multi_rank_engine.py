@@ -63,6 +63,14 @@ class MultiRankEngine(VllmEngine):
             found = set(super().load(tensors))
             return sorted(found.union(*self._ranks.answers(ANSWER_SECONDS)))
 
+    def sleep(self) -> None:
+        self._ranks.tell("sleep")
+        super().sleep()
+
+    def wake(self) -> None:
+        self._ranks.tell("wake")
+        super().wake()
+
     def storage(self) -> list[Storage]:
         self._ranks.tell("storage")
         return [*super().storage(), *self._ranks.answers(ANSWER_SECONDS)]

@@ -4,6 +4,8 @@ Three kinds of threads. Only the engine thread uses the engine (`engine_thread.p
 `tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
 weights: it pulls without disturbing generation, then gives the verified tensors to the engine thread.
 
+The engine of a hybrid sleeps while the trainer beside it works. It keeps its requests, and an update wakes it.
+
 Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A partially received
 version is never applied. When an update fails, the previous version continues serving once its storage and canary are
 proven unchanged; otherwise nothing is generated, and `policy_version` is -1.
@@ -129,6 +131,7 @@ class RolloutReplica:
             holder=self.server.holder(replica, incarnation),
             num_requests=self._buffer.num_requests,
             tokens_generated=self._buffer.tokens_generated,
+            asleep=self._thread.asleep,
         )
 
     @property
@@ -223,6 +226,27 @@ class RolloutReplica:
             logger.warning("draining what there is: %s", e)
         return self.tokens_since(incarnation, offsets)
 
+    def sleep(self, incarnation: int, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """Stops generation and frees the engine's device memory, until the next update. Returns the last tokens.
+
+        Raises:
+            DeadlineExceeded: a step or an update in progress did not end in time.
+        """
+        self._checked(incarnation)
+        deadline = self._clock.monotonic() + seconds
+        if not self._updating.acquire(timeout=seconds):
+            raise DeadlineExceeded(waited_for="a weight update of this replica", seconds=seconds)
+        try:
+            self._thread.call(self._fall_asleep, deadline - self._clock.monotonic(), "fall asleep")
+        finally:
+            self._updating.release()
+        return self.tokens_since(incarnation, offsets)
+
+    def _fall_asleep(self, engine: VllmEngine) -> None:
+        if not self._thread.asleep:
+            self._thread.asleep = True
+            engine.sleep()
+
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
         """Drops requests, whose tokens are safe elsewhere or not needed, and aborts those still running."""
         self._checked(incarnation)
@@ -309,7 +333,11 @@ class RolloutReplica:
         before = self._serving
         with reporter.phase(Phase.UPDATE):
             try:
-                if before is None or before.manifest.digest != manifest.digest:
+                asleep = self._thread.asleep
+                if asleep:
+                    engine.wake()
+                    self._thread.asleep = False
+                if asleep or before is None or before.manifest.digest != manifest.digest:
                     load(engine, tensors, proof.replica)
                 proof = prove(engine, manifest, proof)
             except Exception as e:  # deliberate: whatever failed, the storage now holds no valid version

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from rolecall.agent.reporter import reporter
@@ -113,6 +114,8 @@ class TrainerService:
             self._manifests.popitem(last=False)
         del tensors, manifest
         _return_free_memory()
+        if self._job.num_hybrids:
+            torch.cuda.empty_cache()  # for the engine that wakes up next; no effect without a GPU
 
     # Callable from any thread.
 

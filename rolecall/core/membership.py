@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
 
 STANDBY_ROLE, TRAINER_STANDBY_ROLE = "standby", "trainer-standby"
 STANDBY_ROLES: Mapping[str, str] = MappingProxyType({STANDBY_ROLE: "rollout", TRAINER_STANDBY_ROLE: "trainer"})
@@ -19,6 +19,16 @@ promoted; it then takes the name of the replica it replaces."""
 
 def is_standby(replica: str) -> bool:
     return replica.partition("/")[0] in STANDBY_ROLES
+
+
+HYBRID_ROLES: Mapping[str, str] = MappingProxyType({"trainer": "rollout", "rollout": "trainer"})
+"""Roles of the two replicas of a hybrid, which have the same number and share a node."""
+
+
+def hybrid_partner(replica: str, num_hybrids: int) -> ReplicaId | None:
+    """The other replica of a hybrid; None: this one is not part of any. `num_hybrids`: of the run."""
+    role, number = split_replica(replica)
+    return replica_id(HYBRID_ROLES[role], number) if role in HYBRID_ROLES and number < num_hybrids else None
 
 
 class ReplicaState(StrEnum):

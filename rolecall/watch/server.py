@@ -28,7 +28,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason
-from rolecall.recovery.fleet_view import fleet_view
+from rolecall.recovery.fleet_view import fleet_of
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.journal_reader import JournalReader
@@ -84,7 +84,7 @@ class JournalMetricsPoller:
             paused=self._journal.flag(PAUSED_FLAG) is not None,
             incidents=self._projection.incidents,
             num_broken=len(self._projection.broken),
-            fleet=fleet_view(self._journal.desired(), self._journal.current()),
+            fleet=fleet_of(self._journal),
         )
         account = self._account
         self.values = (

@@ -235,6 +235,7 @@ class FakeTrainer(_FakeReplica):
                         raise self.raises.pop(0)
                     await asyncio.sleep(MICROBATCH_SECONDS)
                     self.fleet.check_microbatch(step, microbatch)
+                    self.fleet.check_turns()
                     self.computed[microbatch.microbatch_id] = microbatch
             return await self._commit(epoch, step, list(all_ids), ledger, first)
 
@@ -387,7 +388,8 @@ class FakeWeightPull:
     version: int
     replica: ReplicaId
     holder: ReplicaId
-    begun: float  # seconds of the simulated loop; it takes UPDATE_SECONDS
+    begun: float  # seconds of the simulated loop
+    seconds: float = UPDATE_SECONDS
 
 
 class FakeRollout(_FakeReplica):
@@ -401,7 +403,9 @@ class FakeRollout(_FakeReplica):
         self.bad_logprob: float | None = None
         """Reported for every token in place of the correct number."""
         self.rate = TOKENS_PER_SECOND
-        self.drain_seconds = 0.0
+        self.drain_seconds = self.sleep_seconds = 0.0
+        self.asleep, self.num_sleeps, self.update_seconds = False, 0, UPDATE_SECONDS
+        self._updating = asyncio.Lock()
         self.generated = 0
 
     def die(self) -> None:
@@ -412,7 +416,7 @@ class FakeRollout(_FakeReplica):
         now = asyncio.get_running_loop().time()
         for h in self.held.values():
             whole = h.whole
-            count = min(len(whole) - len(h.tokens), int((now - h.since) * self.rate))
+            count = 0 if self.asleep else min(len(whole) - len(h.tokens), int((now - h.since) * self.rate))
             if count > 0:
                 start = len(h.tokens)
                 h.tokens += whole[start : start + count]
@@ -448,12 +452,16 @@ class FakeRollout(_FakeReplica):
             holder=self.holder,
             num_requests=len(self.held),
             tokens_generated=self.generated,
+            asleep=self.asleep,
         )
 
     def submit(self, incarnation: int, requests: Sequence[protocol.GenerationRequest]) -> None:
         self._check(incarnation)
         assert self.version >= 0, "an engine without proven weights was given work"
+        assert not self.asleep, f"{self.replica} was given work in its sleep"
         now = asyncio.get_running_loop().time()
+        if not is_held_out(requests[0].group_id):
+            self.fleet.first_work.setdefault(self.version, now)
         for r in requests:
             if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
                 self.fleet.started_over.append(r.request_id)
@@ -488,6 +496,21 @@ class FakeRollout(_FakeReplica):
         await asyncio.sleep(self.drain_seconds)
         return self.tokens_since(incarnation, offsets)
 
+    async def sleep(self, incarnation: int, offsets: Mapping[str, int], seconds: float) -> protocol.PulledTokens:
+        del seconds
+        async with self._updating:
+            await asyncio.sleep(self.sleep_seconds)
+            pulled = self.tokens_since(incarnation, offsets)
+            self.asleep, self.num_sleeps = True, self.num_sleeps + 1
+            return pulled
+
+    def _wake(self) -> None:
+        self._catch_up()
+        if self.asleep:
+            self.asleep = False
+            for h in self.held.values():
+                h.since = asyncio.get_running_loop().time()
+
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
         self._check(incarnation)
         for request_id in request_ids:
@@ -508,9 +531,12 @@ class FakeRollout(_FakeReplica):
         if not any(self.fleet.holds(h, manifest) for h in holders):
             raise WireError(f"no holder of version {manifest.policy_version} answers")
         begun = asyncio.get_running_loop().time()
-        await asyncio.sleep(UPDATE_SECONDS)
-        self.fleet.pulls.append(FakeWeightPull(manifest.policy_version, self.replica, holders[0].replica, begun))
-        self._catch_up()
+        async with self._updating:
+            seconds = self.update_seconds
+            await asyncio.sleep(seconds)
+            pull = FakeWeightPull(manifest.policy_version, self.replica, holders[0].replica, begun, seconds)
+            self.fleet.pulls.append(pull)
+            self._wake()
         self.version, self.manifest_digest = manifest.policy_version, manifest.digest
         received = manifest.digest
         if self.bad_proofs:
@@ -697,6 +723,10 @@ class SimulatedFleet:
         """A failure in place of what the environment answers."""
         self.used: dict[GroupId, tuple[int, int, EndReason]] = {}
         """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
+        self.off_policy: list[str] = []
+        """Samples trained on in a step with another version than that of their tokens."""
+        self.first_work: dict[int, float] = {}
+        """Version -> when an engine first got requests to generate with it, seconds of the simulated loop."""
         self.problems: list[str] = []
         self.spoils: Callable[[ReplicaId, str], bool] = lambda replica, microbatch: False
         """Whether a microbatch is not finite at a trainer."""
@@ -748,6 +778,9 @@ class SimulatedFleet:
 
     def trainers(self) -> list[SimulatedProcess]:
         return [p for p in self.processes.values() if isinstance(p.body, FakeTrainer)]
+
+    def rollouts(self) -> list[SimulatedProcess]:
+        return [p for p in self.processes.values() if isinstance(p.body, FakeRollout)]
 
     def kill(self, replica: str) -> SimulatedProcess:
         """SIGKILL."""
@@ -828,9 +861,19 @@ class SimulatedFleet:
                 written = self.answers.written(seed)
                 made = [v for at, v in enumerate(sample.versions) if at not in written]
                 assert all(0 <= v <= step for v in made), f"{sample.versions} in step {step}"
+                if any(v != step for v in made):
+                    self.off_policy.append(f"{sample.request_id} in step {step}: {sample.versions}")
                 assert sample.versions.count(protocol.ENVIRONMENT_VERSION) == len(sample.versions) - len(made)
                 assert sample.first_fresh == group_start(group.group_id)
                 self.used[group.group_id] = (sample.first_fresh, len(sample.tokens), sample.end)
+
+    def check_turns(self) -> None:
+        """While a step is trained, the engine beside each trainer sleeps, or has nothing to do yet."""
+        for n in range(self.job.num_hybrids):
+            engine = self.newest(f"rollout/{n}")
+            is_fenced = self.journal.current()[engine.member[0]].state is ReplicaState.LOST
+            if not is_fenced and not engine.dead.is_set() and engine.running.is_set():
+                assert engine.body.asleep or not engine.body.held, f"rollout/{n} works beside its trainer"
 
     def check_filter(self, group: PromptGroup) -> None:
         """With dynamic sampling no group is trained on that teaches nothing."""

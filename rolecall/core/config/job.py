@@ -249,11 +249,18 @@ class RecoveryConfig(Section):
 
 
 DeviceName = Literal["cpu", "cuda"]
+RunMode = Literal["async", "semi_sync", "sync"]
+HYBRID_MEMORY_SHARE = 0.5
+"""Default of `rollout_memory_share` where a trainer has the same GPUs."""
 
 
 class RuntimeConfig(Section):
     nodes: Annotated[int, Field(ge=1, le=512)] = 7
     """Nodes of the local cluster."""
+    mode: RunMode = "async"
+    """async: trainers and rollouts work at the same time, each on a node of its own. sync: trainer/i and rollout/i are
+    one hybrid on one node and take turns: no engine works while a step is trained. semi_sync: the same with further
+    rollouts; the hybrids' engines sleep once half of a step's prompts are ready, and the others finish the rest."""
     device: DeviceName | None = None
     """What trainers and engines compute on. cuda: each rank has a GPU of its own. cpu: needs vLLM for CPUs. null: cuda
     where the machine has NVIDIA GPUs and the installed torch and vLLM can use them."""
@@ -266,12 +273,12 @@ class RuntimeConfig(Section):
     rollout_ranks: Annotated[int, Field(ge=1, le=64)] = 1
     """Tensor-parallel ranks of each rollout engine. Divides the model's attention heads."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
-    """Warm rollout processes that can take a replica's place."""
+    """Warm rollout processes that can take a replica's place. Not that of a hybrid's engine: in mode sync always 0."""
     trainer_standbys: Annotated[int, Field(ge=0, le=16)] = 0
     """Warm trainer processes that can take a trainer's place. Each has all ranks and the memory of a trainer."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
     """Tokens older than this many policy versions are not trained on. A group is dropped as stale only when all of its
-    tokens are."""
+    tokens are. In the modes sync and semi_sync always 0."""
     startup_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
     """A fresh run waits this long for all replicas, then starts with those that are ready."""
     lease_seconds: Seconds = 30.0
@@ -281,7 +288,8 @@ class RuntimeConfig(Section):
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
     """KV cache of each rollout engine on a CPU."""
     rollout_memory_share: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Share of each GPU's memory that an engine takes, for weights, KV cache and graphs. No meaning on a CPU."""
+    """Share of each GPU's memory that an engine takes, for weights, KV cache and graphs. No meaning on a CPU. In the
+    modes sync and semi_sync the default is 0.5, because the trainer's weights stay on the same GPUs."""
     rollout_cuda_graphs: bool = True
     """Engines replay recorded CUDA graphs: faster decoding, for memory and a longer start. No meaning on a CPU."""
     transfer_timeout_seconds: Seconds = 10.0
@@ -316,6 +324,7 @@ class RuntimeConfig(Section):
 
 
 _OMITTED_DEFAULTS = (
+    "mode",
     "trainer_ranks",
     "trainer_tensor_ranks",
     "rollout_ranks",
@@ -410,6 +419,35 @@ class JobConfig(Section):
         found = [why for holds, why in rules if not holds]
         if found:
             raise ValueError("\n".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _mode(self) -> "JobConfig":
+        """Fills in what hybrids imply, and refuses what contradicts it."""
+        runtime, roles = self.runtime, self.roles
+        if runtime.mode == "async":
+            return self
+        implied: dict[str, Any] = {"staleness_max": 0, "trainer_standbys": 0}
+        implied |= {"standbys": 0} if runtime.mode == "sync" else {}
+        reasons = {
+            "staleness_max": "a step has only tokens of its own policy version",
+            "trainer_standbys": "a trainer shares its node with an engine, so no standby can take its place",
+            "standbys": "every rollout shares its node with a trainer, so no standby can take its place",
+        }
+        given = {name: getattr(runtime, name) for name in implied if name in runtime.model_fields_set}
+        problems = [
+            f"runtime.{name}: {value} in mode {runtime.mode}: {reasons[name]}" for name, value in given.items() if value
+        ]
+        counts = f"{counted(roles.rollout, 'rollout')} and {counted(roles.trainer, 'trainer')}"
+        if runtime.mode == "sync" and roles.rollout != roles.trainer:
+            problems.append(f"roles.rollout: {counts}: mode sync needs one rollout for each trainer")
+        elif runtime.mode == "semi_sync" and roles.rollout <= roles.trainer:
+            problems.append(f"roles.rollout: {counts}: mode semi_sync needs more rollouts than trainers")
+        if problems:
+            raise ValueError("\n".join(problems))
+        if "rollout_memory_share" not in runtime.model_fields_set:
+            implied["rollout_memory_share"] = HYBRID_MEMORY_SHARE
+        object.__setattr__(self, "runtime", runtime.model_copy(update=implied))  # bypasses `frozen` during validation
         return self
 
     @model_validator(mode="after")
@@ -523,6 +561,11 @@ class JobConfig(Section):
         if self.evaluation is not None:
             longest = max(longest, self.evaluation.max_response_tokens or 0)
         return self.data.max_prompt_tokens + longest
+
+    @property
+    def num_hybrids(self) -> int:
+        """Trainers that share their node with the rollout of the same number."""
+        return 0 if self.runtime.mode == "async" else self.roles.trainer
 
     @property
     def learns(self) -> str:

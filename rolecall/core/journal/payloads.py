@@ -193,6 +193,7 @@ class RunStarted(Payload):
     ranks: Annotated[Mapping[str, int], "role -> ranks of each replica, where it has several"] = field(
         default_factory=dict
     )
+    mode: Annotated[str, "`async`, `semi_sync` or `sync`"] = "async"
 
 
 @_event(K.RUN_ENDED, SESSION)

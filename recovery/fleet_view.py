@@ -107,9 +107,7 @@ def num_hybrids(journal: Journal) -> int:
         started = journal.last(EventKind.RUN_STARTED)
     except JournalCorrupt:
         return 0
-    if started is None or not isinstance(started.payload, RunStarted) or started.payload.mode == "async":
-        return 0
-    return started.payload.roles.get("trainer", 0)
+    return started.as_(RunStarted).num_hybrids if started is not None else 0
 
 
 def fleet_of(journal: Journal) -> FleetView:

@@ -91,6 +91,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         "stopping": stopping,
         "ended": projection.ended,
         "num_steps": started.as_(RunStarted).num_steps if started else None,
+        "run_mode": started.as_(RunStarted).mode if started else None,
         "progress": _progress(committed.as_(StepCommitted)) if committed else None,
         "evaluation": evaluated.as_(EvaluationFinished).to_body() if evaluated else None,
         "evictions_last_hour": len(recent),
@@ -104,6 +105,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
                 "desired_incarnation": replica.desired_incarnation,
                 "state": str(replica.state) if replica.state else None,
                 "node": replica.node,
+                "partner": replica.partner,
                 "since": replica.changed_at,
                 "because": replica.because,
             }

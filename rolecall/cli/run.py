@@ -38,6 +38,7 @@ app, results = Commands(), Commands()
         "rolecall demo",
         "rolecall demo --faults rollout-kill,trainer-hang:gil --steps 60",
         "rolecall demo --faults none --algorithm tppo --task long_addition",
+        "rolecall demo --mode sync --faults rollout-kill,trainer-kill",
     )
 )
 def demo(
@@ -55,6 +56,14 @@ def demo(
     task: Annotated[
         str,
         typer.Option(help="Task: digit_parity (default) or long_addition.", metavar="NAME"),
+    ] = "",
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="async (default): trainers and rollouts work at the same time. sync: they take turns on the same "
+            "nodes. semi_sync: that, with further rollouts.",
+            metavar="NAME",
+        ),
     ] = "",
     faults: Annotated[
         str, typer.Option(help="Faults in order, KIND or KIND:HOW, comma separated; 'none' for a baseline run.")
@@ -79,14 +88,20 @@ def demo(
 ) -> int:
     """Run a demo: inject faults, recover from them.
 
-    A real RL job on seven local nodes; each fault hits a real process."""
+    A real RL job on local nodes, seven by default; each fault hits a real process."""
     from rolecall.rl_runtime.faults.injector import KINDS
     from rolecall.session.demo import demo_job, parse_faults
 
     names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
     allowed = bool(names) or allow_injection
     job = demo_job(
-        seed=seed, num_steps=steps, injection_allowed=allowed, settings=settings, algorithm=algorithm, task=task
+        seed=seed,
+        num_steps=steps,
+        injection_allowed=allowed,
+        settings=settings,
+        algorithm=algorithm,
+        task=task,
+        mode=mode,
     )
     run_id = run_id or _new_run_id("demo", seed)
     return _execute(job, runs, run_id, names, not plain, minutes_max, hold_minutes, dashboard=not no_dashboard)

@@ -22,7 +22,7 @@ class Phase(StrEnum):
     START = "start"  # before the first unit of work: import, compile, load
     IDLE = "idle"  # no work assigned
     WAIT = "wait"  # legitimately waits for another role
-    PAUSED = "paused"  # rollout: its engine sleeps, because the trainer on its machine works
+    PAUSED = "paused"  # told to do nothing for now, as an engine is while the trainer on its machine works
     STEP = "step"  # a step of a job that names no phases: work and collectives, which may wait for peers
     COMPUTE = "compute"  # trainer: forward and backward of microbatches
     REDUCE = "reduce"  # trainer: inside the collective with its peers

@@ -29,6 +29,15 @@ DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill
 would find nothing more to learn and end the run."""
 
 
+DEMO_MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "sync": {"roles": {"trainer": 2, "rollout": 2}, "runtime": {"nodes": 3}},
+        "semi_sync": {"roles": {"trainer": 2, "rollout": 3}, "runtime": {"nodes": 5}},
+    }
+)
+"""The demo's job in a mode with hybrids: each of them has a node, and so has each other rollout and the standby."""
+
+
 def demo_job(
     *,
     seed: int,
@@ -37,11 +46,13 @@ def demo_job(
     settings: Sequence[str] = (),
     algorithm: str = "",
     task: str = "",
+    mode: str = "",
 ) -> JobConfig:
-    """The job of `rolecall demo`: the default job of `algorithm` and `task` in mode act, changed by `settings`.
+    """The job of `rolecall demo`: the default job of `algorithm`, `task` and run mode in recovery mode act, changed by
+    `settings`.
 
     Raises:
-        ConfigError: a setting is not `path=value`, contradicts `algorithm` or `task`, or makes the job invalid.
+        ConfigError: a setting is not `path=value`, contradicts `algorithm`, `task` or `mode`, or makes the job invalid.
     """
     value: dict[str, Any] = {
         "name": "demo",
@@ -56,10 +67,20 @@ def demo_job(
             _apply(value, setting)
         except (TypeError, ValueError) as e:
             problems.append(f"--set {setting}: {e}")
-    for section, name in (("algorithm", algorithm), ("task", task)):
+    for option, path, name in (
+        ("algorithm", "algorithm.name", algorithm),
+        ("task", "task.name", task),
+        ("mode", "runtime.mode", mode),
+    ):
+        section, _, key = path.partition(".")
         given = value.setdefault(section, {})
-        if name and isinstance(given, dict) and given.setdefault("name", name) != name:
-            problems.append(f"--{section} {name}: --set gives {section}.name={given['name']}")
+        if name and isinstance(given, dict) and given.setdefault(key, name) != name:
+            problems.append(f"--{option} {name}: --set gives {path}={given[key]}")
+    runtime = value["runtime"]
+    for section, own in DEMO_MODES.get(str(runtime.get("mode")) if isinstance(runtime, dict) else "", {}).items():
+        given = value.setdefault(section, {})
+        if isinstance(given, dict):
+            value[section] = {**own, **given}
     if problems:
         raise ConfigError([redacted(p) for p in problems])
     own = value["algorithm"]

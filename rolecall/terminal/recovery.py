@@ -70,7 +70,8 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
         at = f" {ago(value['ended_at'], now)}" if value["ended_at"] is not None else ""
         head += _text(f"ended{at}: {ended}")
     elif value["started_at"] is not None:
-        head += _text(f"started {ago(value['started_at'], now)}")
+        mode = value.get("run_mode") or "async"
+        head += _text(f"started {ago(value['started_at'], now)}", f", mode {mode}" if mode != "async" else "")
     else:
         head += _text("watched")
     number = (f"{counted(len(incidents), 'open incident')}", BAD) if incidents else ("no open incident", GOOD)
@@ -123,7 +124,7 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Rendera
         (
             _text(f"{r['replica']}#{r['incarnation']}"),
             _text((r["state"] or "not started", _REPLICA_STYLES.get(r["state"], WARN))),
-            _text(str(r["node"])),
+            _text(str(r["node"]), f" with {r['partner']}" if r.get("partner") else ""),
             _text((ago(r["since"], now) if r["since"] else "", SOFT))
             if r["incarnation"] == r["desired_incarnation"]
             else _text((f"#{r['desired_incarnation']} is wanted", WARN)),

@@ -61,7 +61,8 @@ def _head(snapshot: RunSnapshot, title: str) -> Text:
         else (snapshot.ended or "running", "bold" if snapshot.ended else "green")
     )
     age = "" if snapshot.started_at is None else f"  {seconds(snapshot.elapsed_seconds)}"
-    return _line((title or "rolecall", "bold"), ("  ", ""), state, (age, "dim"))
+    mode = "" if snapshot.mode == "async" else f"  mode {snapshot.mode}"
+    return _line((title or "rolecall", "bold"), ("  ", ""), state, (age, "dim"), (mode, "dim"))
 
 
 def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:

@@ -16,7 +16,7 @@ from rolecall.core.journal.payloads import (
     RunStarted,
     StepCommitted,
 )
-from rolecall.core.membership import Actual, Desired, ReplicaState, is_standby
+from rolecall.core.membership import Actual, Desired, ReplicaState, hybrid_partner, is_standby
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.text import in_words
 from rolecall.recovery.durations import IncidentDurations, durations
@@ -39,6 +39,7 @@ class ReplicaRow:
     incarnation: int
     state: str  # of `ReplicaState`, or "wanted": desired, but not running yet
     policy_version: int = -1
+    partner: str = ""  # the other replica of its hybrid
 
     @property
     def serves(self) -> bool:
@@ -82,6 +83,8 @@ class RunSnapshot:
     replicas: tuple[ReplicaRow, ...] = ()
     ranks: Mapping[str, int] = field(default_factory=dict)
     """Role -> ranks of each replica, where it has several."""
+    mode: str = "async"
+    num_hybrids: int = 0
     open_incidents: tuple[IncidentRow, ...] = ()
     closed_incidents: tuple[IncidentRow, ...] = ()  # newest last
     paused: str = ""
@@ -128,8 +131,14 @@ class RunSnapshotProjection:
 
     def _read(self, event: Event) -> None:
         match event.payload:
-            case RunStarted(num_steps=num_steps, ranks=ranks):
-                self.newest = replace(self.newest, started_at=event.wall_at, ranks=ranks)
+            case RunStarted(num_steps=num_steps, ranks=ranks) as started:
+                self.newest = replace(
+                    self.newest,
+                    started_at=event.wall_at,
+                    ranks=ranks,
+                    mode=started.mode,
+                    num_hybrids=started.num_hybrids,
+                )
                 self.num_steps = self.num_steps or num_steps
             case RunEnded(outcome=outcome):
                 self.newest = replace(self.newest, ended=outcome)
@@ -185,6 +194,9 @@ class RunSnapshotProjection:
     ) -> RunSnapshot:
         """The value to show at `now` (wall seconds)."""
         rows = [self._row(i, now) for i in incidents]
+        versions_at = self.commits[-1][0] if self.commits else 0.0
+        replicas = replica_rows(desired, current, self.versions, versions_at)
+        hybrids = self.newest.num_hybrids
         closed = sorted((row for row in rows if row.closed_at is not None), key=lambda row: row.closed_at or 0.0)
         return replace(
             self.newest,
@@ -194,7 +206,7 @@ class RunSnapshotProjection:
             tokens_per_second=self.tokens_per_second(now),
             rate_seconds=self._rate_seconds(),
             step_seconds=self._step_seconds(),
-            replicas=replica_rows(desired, current, self.versions, self.commits[-1][0] if self.commits else 0.0),
+            replicas=tuple(replace(r, partner=hybrid_partner(r.replica, hybrids) or "") for r in replicas),
             open_incidents=tuple(row for row in rows if row.closed_at is None),
             closed_incidents=tuple(closed[-CLOSED_SHOWN:]),
             paused=paused or "",

@@ -221,3 +221,44 @@ def test_the_device_is_part_of_a_dump_only_where_the_job_names_it() -> None:
     assert {name: dumped["runtime"][name] for name in ours} == given
     assert _problems({"runtime": {"device": "tpu"}}) == ("runtime.device: Input should be 'cpu' or 'cuda', got 'tpu'",)
     assert "rollout_memory_share" in "".join(_problems({"runtime": {"rollout_memory_share": 1.0}}))
+
+
+def _of_mode(mode: str, trainer: int = 2, rollout: int = 2, **runtime: Any) -> dict[str, Any]:
+    return {"roles": {"trainer": trainer, "rollout": rollout}, "runtime": {"mode": mode, **runtime}}
+
+
+def test_a_mode_with_hybrids_fills_in_what_it_implies() -> None:
+    assert JobConfig().num_hybrids == 0 and "mode" not in JobConfig().model_dump()["runtime"]
+    assert parse_job({"runtime": {"mode": "async"}}).digest() == JobConfig().digest()
+    sync, semi_sync = parse_job(_of_mode("sync")), parse_job(_of_mode("semi_sync", rollout=3))
+    for job, standbys in ((sync, 0), (semi_sync, 1)):
+        assert job.num_hybrids == 2
+        assert (job.runtime.staleness_max, job.runtime.standbys) == (0, standbys)
+        assert job.runtime.rollout_memory_share == 0.5
+        assert parse_job(job.model_dump(mode="json")) == job
+    assert parse_job(_of_mode("sync", rollout_memory_share=0.3)).runtime.rollout_memory_share == 0.3
+    assert parse_job(_of_mode("semi_sync", rollout=3, standbys=2)).runtime.standbys == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (_of_mode("sync", rollout=3), "roles.rollout: 3 rollouts and 2 trainers: mode sync needs one rollout for each"),
+        (_of_mode("sync", rollout=1), "roles.rollout: 1 rollout and 2 trainers: mode sync needs one rollout for each"),
+        (_of_mode("semi_sync"), "roles.rollout: 2 rollouts and 2 trainers: mode semi_sync needs more rollouts than"),
+        (_of_mode("sync", standbys=1), "runtime.standbys: 1 in mode sync: every rollout shares its node"),
+        (_of_mode("sync", staleness_max=2), "runtime.staleness_max: 2 in mode sync: a step has only tokens of its own"),
+        (_of_mode("semi_sync", rollout=3, staleness_max=1), "runtime.staleness_max: 1 in mode semi_sync: a step has"),
+        (_of_mode("sync", trainer_standbys=1), "runtime.trainer_standbys: 1 in mode sync: a trainer shares its node"),
+        (_of_mode("semi_sync", rollout=3, trainer_standbys=1), "runtime.trainer_standbys: 1 in mode semi_sync: a"),
+        (_of_mode("weekly"), "runtime.mode: Input should be 'async', 'semi_sync' or 'sync', got 'weekly'"),
+    ],
+)
+def test_what_contradicts_a_mode_is_refused(given: dict[str, Any], problem: str) -> None:
+    (found,) = _problems(given)
+    assert found.startswith(problem)
+
+
+def test_all_contradictions_of_a_mode_are_reported_at_once() -> None:
+    given = _of_mode("sync", rollout=3, standbys=1, trainer_standbys=1, staleness_max=2)
+    assert len(_problems(given)) == 4

@@ -6,6 +6,7 @@ pytest tests/rl_runtime/test_device.py
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from rolecall.core.config.job import DeviceName, JobConfig, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
+from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes, num_needed
 from rolecall.rl_runtime.device import Hardware, device_of, engine_device, found_hardware, num_gpus
 from rolecall.rl_runtime.rollout.engine import EngineSettings, _device_arguments
 
@@ -113,7 +114,7 @@ def test_a_machine_without_device_files_has_no_gpu(tmp_path: Path) -> None:
     assert found_hardware(dev=tmp_path, environ={"CUDA_VISIBLE_DEVICES": "0"}).gpus == ()
 
 
-def dealt(gpus: str, roles: dict[str, int], **runtime: int) -> list[str]:
+def dealt(gpus: str, roles: dict[str, int], **runtime: Any) -> list[str]:
     """GPUs of each node but the first."""
     wanted = parse_job({"roles": roles, "runtime": {"device": "cuda", **runtime}})
     first, *others = gpus_of_nodes(wanted, Hardware(gpus=tuple(gpus), is_cuda_build=True)).items()
@@ -156,5 +157,22 @@ def test_an_engine_is_sized_by_bytes_on_a_cpu_and_by_its_share_on_a_gpu() -> Non
     on_cpu = EngineSettings(model_dir="m", kv_cache_bytes=1 << 20)
     assert _device_arguments(on_cpu) == {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 20}
     on_gpu = EngineSettings(model_dir="m", device="cuda", memory_share=0.5)
-    assert _device_arguments(on_gpu) == {"enforce_eager": False, "gpu_memory_utilization": 0.5}
+    arguments = {"enforce_eager": False, "gpu_memory_utilization": 0.5, "enable_sleep_mode": False}
+    assert _device_arguments(on_gpu) == arguments
+    assert _device_arguments(replace(on_gpu, sleeps=True)) == {**arguments, "enable_sleep_mode": True}
     assert _device_arguments(replace(on_gpu, cuda_graphs=False))["enforce_eager"]
+
+
+def test_the_replicas_of_a_hybrid_need_the_same_gpus() -> None:
+    roles = {**SMALL, "trainer": 2, "rollout": 3}
+    hybrids: dict[str, Any] = {"mode": "semi_sync", "nodes": 5, "trainer_ranks": 2, "rollout_ranks": 1}
+    assert dealt("012345", roles, **hybrids) == ["01", "23", "4", "5"]
+    wanted = parse_job({"roles": roles, "runtime": hybrids})
+    for replicas, needed in (
+        (["trainer/0"], 2),
+        (["rollout/0"], 1),
+        (["trainer/0", "rollout/0"], 2),
+        (["trainer/0", "rollout/1"], 3),
+        (["rollout/0", "rollout/2", "standby/0", "reward/0"], 3),
+    ):
+        assert num_needed([ReplicaId(r) for r in replicas], wanted) == needed

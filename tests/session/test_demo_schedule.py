@@ -4,6 +4,7 @@ import pytest
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.session.demo import (
     GAP_SECONDS,
     WARM_STEPS,
@@ -109,6 +110,26 @@ def test_settings_that_are_none_are_all_named_at_once() -> None:
 
 def demo_of(algorithm: str = "", task: str = "", *settings: str) -> JobConfig:
     return demo_job(seed=1, num_steps=5, injection_allowed=True, settings=settings, algorithm=algorithm, task=task)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rollouts", "nodes"), [("", 3, 7), ("async", 3, 7), ("sync", 2, 3), ("semi_sync", 3, 5)]
+)
+def test_the_demo_of_a_mode_has_the_nodes_that_it_needs(mode: str, rollouts: int, nodes: int) -> None:
+    job = demo_job(seed=1, num_steps=5, injection_allowed=True, mode=mode)
+    assert (job.runtime.mode, job.roles.rollout, job.runtime.nodes) == (mode or "async", rollouts, nodes)
+    assert len(set(place(job).values())) == nodes
+    changed = demo_job(
+        seed=1, num_steps=5, injection_allowed=True, mode=mode, settings=["runtime.nodes=9", "roles.reward=1"]
+    )
+    assert (changed.runtime.nodes, changed.roles.rollout, changed.roles.reward) == (9, rollouts, 1)
+
+
+def test_a_mode_given_twice_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"--mode sync: --set gives runtime\.mode=async"):
+        demo_job(seed=1, num_steps=5, injection_allowed=True, mode="sync", settings=["runtime.mode=async"])
+    with pytest.raises(ConfigError, match=r"runtime\.mode: Input should be"):
+        demo_job(seed=1, num_steps=5, injection_allowed=True, mode="weekly")
 
 
 def test_algorithm_and_task_are_picked_and_continue_when_the_task_is_solved() -> None:

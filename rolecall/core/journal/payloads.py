@@ -195,6 +195,11 @@ class RunStarted(Payload):
     )
     mode: Annotated[str, "`async`, `semi_sync` or `sync`"] = "async"
 
+    @property
+    def num_hybrids(self) -> int:
+        """Trainers that share their node with the rollout of the same number."""
+        return 0 if self.mode == "async" else self.roles.get("trainer", 0)
+
 
 @_event(K.RUN_ENDED, SESSION)
 class RunEnded(Payload):

@@ -205,6 +205,24 @@ def test_further_ranks_of_replicas_have_a_panel_of_their_own(
     assert [(shape.name, [m.rank for m in shape.machines]) for shape in accuser.made] == panels_made
 
 
+def test_engines_that_sleep_have_a_panel_of_their_own() -> None:
+    """Those of hybrids, in mode semi_sync: the others work meanwhile."""
+    accuser = Accuser()
+    run = SteadyRun(RunPanels(accuser))
+    for second in range(SETTLE_TICKS + 2):
+        run.now += 1.0
+        batches = []
+        for n, batch in enumerate(run._batch(i % 3) for i in range(6)):
+            (first,) = batch.processes
+            sleeps = n >= 3 and second % 10 < 4
+            process = replace(first.process, pid=first.process.pid + n)
+            phase = Phase.PAUSED if sleeps else Phase.GENERATE
+            sample = replace(first, replica=f"rollout/{n}", process=process, phase=phase)
+            batches.append(replace(batch, processes=(sample,)))
+        run.panels.findings(Observation(wall_at=run.now, batches=tuple(batches)))
+    assert [[m.replica[-1] for m in shape.machines] for shape in accuser.made] == [["0", "1", "2"], ["3", "4", "5"]]
+
+
 def test_panel_findings_name_process_and_incarnation() -> None:
     accuser = Accuser()
     run = begun(accuser)

@@ -359,3 +359,23 @@ def test_too_few_nodes_are_reported_with_the_role_that_lacks_them() -> None:
         place(parse_job({"runtime": {"nodes": 5}}))
     with pytest.raises(NotEnoughNodes, match=r"need 9 .*trainer-standby lacks 1 of 2"):
         place(parse_job({"runtime": {"nodes": 8, "trainer_standbys": 2}}))
+
+
+def test_the_replicas_of_a_hybrid_share_a_node_and_all_others_have_their_own() -> None:
+    job = parse_job({"roles": {"trainer": 2, "rollout": 4}, "runtime": {"mode": "semi_sync", "nodes": 6}})
+    assert place(job) == {
+        "controller/0": "node-0",
+        "reward/0": "node-0",
+        "reward/1": "node-0",
+        "trainer/0": "node-1",
+        "rollout/0": "node-1",
+        "trainer/1": "node-2",
+        "rollout/1": "node-2",
+        "rollout/2": "node-3",
+        "rollout/3": "node-4",
+        "standby/0": "node-5",
+    }
+    few = parse_job({"roles": {"trainer": 2, "rollout": 4}, "runtime": {"mode": "semi_sync", "nodes": 4}})
+    with pytest.raises(NotEnoughNodes, match=r"need 6 .*up to rollout/1 that of their trainer\): rollout lacks 1 of 2"):
+        place(few)
+    assert len(set(place(parse_job({"roles": {"rollout": 2}, "runtime": {"mode": "sync", "nodes": 3}})).values())) == 3

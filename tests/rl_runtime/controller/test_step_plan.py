@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rolecall.core.config.job import RunMode
 from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, NonFiniteValue, PeerLost
 from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
@@ -16,6 +17,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     BatchSnapshot,
     EngineLoad,
     FormStep,
+    HybridTurn,
     LoopAction,
     LoopState,
     StepPlan,
@@ -32,6 +34,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     place_groups,
     reassign,
     staleness_if_issued,
+    turn_of_hybrids,
 )
 from rolecall.rl_runtime.protocol.clients import ReplicaExited
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
@@ -80,6 +83,35 @@ def test_the_loops_next_action(loop: dict[str, Any], changes: TrainerChanges, ac
     decision = next_step(state, changes)
     assert decision.action is action and because in decision.because
     assert state == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "plan", "num_ready", "others_serve", "turn"),
+    [
+        ("async", PLAN, 8, True, HybridTurn.GENERATE),
+        ("sync", None, 0, False, HybridTurn.GENERATE),
+        ("sync", None, 7, False, HybridTurn.GENERATE),
+        ("sync", PLAN, 0, False, HybridTurn.TRAIN),
+        ("semi_sync", None, 3, True, HybridTurn.GENERATE),
+        ("semi_sync", None, 4, True, HybridTurn.TRAIN),
+        ("semi_sync", None, 7, False, HybridTurn.GENERATE),  # nobody else would finish the rest
+        ("semi_sync", PLAN, 0, False, HybridTurn.TRAIN),
+    ],
+)
+def test_whose_turn_it_is(
+    mode: RunMode, plan: StepPlan | None, num_ready: int, others_serve: bool, turn: HybridTurn
+) -> None:
+    loop = LoopState(num_steps=9, plan=plan)
+    facts = {"num_ready": num_ready, "groups_per_step": 8, "others_serve": others_serve}
+    assert turn_of_hybrids(loop, mode=mode, **facts) is turn
+
+
+def test_engines_of_hybrids_sleep_before_a_step_is_trained_and_after_a_regroup() -> None:
+    loop, awake = LoopState(num_steps=8, step=3, plan=PLAN), [(ReplicaId("rollout/1"), 2)]
+    decision = next_step(loop, TrainerChanges(), awake)
+    assert decision.action is LoopAction.SLEEP and "rollout/1#2 must sleep" in decision.because
+    assert next_step(loop, TrainerChanges(joining=[T1]), awake).action is LoopAction.REGROUP
+    assert next_step(replace(loop, stop_because="asked"), TrainerChanges(), awake).action is LoopAction.FINISH
 
 
 def test_a_fresh_run_waits_for_every_desired_replica_except_standbys() -> None:
@@ -191,6 +223,20 @@ def test_groups_are_issued_as_far_as_they_can_be_trained_in_time(
     found = place_groups(state, map(group_id, count(0)), engines, ahead=ahead, **limits)
     assert [key[0] for _, key in found] == placed
     assert [g for g, _ in found] == G[: len(placed)]
+
+
+def test_in_the_modes_with_hybrids_nothing_is_issued_before_all_engines_have_the_version() -> None:
+    state = LoopState(num_steps=9, step=1)
+    limits: dict[str, Any] = {"groups_per_step": 2, "group_size": 2, "staleness_max": 0, "ahead": 0}
+
+    def issued(engines: list[EngineLoad], **more: bool) -> int:
+        return len(place_groups(state, map(group_id, count(0)), engines, **limits, **more))
+
+    behind = load(R1, version=0, is_behind=True)
+    assert issued([load(R0), load(R1)], together=True) == 2, "and no more than one step"
+    assert issued([load(R0), behind], together=True) == 0
+    assert issued([load(R0), replace(behind, is_behind=False)], together=True) == 2, "it is too late, or silent"
+    assert issued([load(R0), behind]) == 2
 
 
 def test_unassigned_requests_go_to_the_least_loaded_engine_one_group_after_the_other() -> None:

@@ -93,6 +93,22 @@ def test_requests_are_owed_before_the_thread_has_come_to_them(engine: Engine, th
     eventually(rests, "the request to be done")
 
 
+def test_an_engine_that_sleeps_takes_no_step_and_owes_nothing(engine: Engine, thread: EngineThread) -> None:
+    def sleep(_: Any) -> None:
+        thread.asleep = True
+
+    def wake(_: Any) -> None:
+        thread.asleep = False
+
+    thread.call(sleep, PATIENCE_SECONDS, "fall asleep")
+    eventually(lambda: page().phase == Phase.PAUSED, "the engine to report its sleep")
+    thread.post_requests(2, lambda _: engine.add())
+    thread.call(lambda _: None, PATIENCE_SECONDS, "take the requests")
+    eventually(lambda: page().phase == Phase.PAUSED and engine.num_in_flight == 1, "it to sleep on")
+    thread.call(wake, PATIENCE_SECONDS, "wake up")
+    eventually(lambda: rests() and engine.num_in_flight == 0, "the requests to be done")
+
+
 def test_requests_that_the_engine_refuses_are_dropped(engine: Engine, thread: EngineThread) -> None:
     engine.gate.clear()
     thread.post_requests(2, lambda _: engine.refuse())

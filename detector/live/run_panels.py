@@ -148,7 +148,7 @@ class RunPanels:
             self._by_key[known.key] = known
         known.heard_wall = now
         known.is_further = sample.rank > 0 and sample.exchanges > 0
-        known.sleeps |= sample.phase == Phase.PAUSED
+        known.sleeps |= sample.phase == Phase.SLEEP
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample
 

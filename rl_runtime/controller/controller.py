@@ -46,13 +46,13 @@ from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
     FormStep,
-    HybridTurn,
+    HybridWork,
     LoopAction,
     LoopState,
     form_step,
     missing_replicas,
     next_step,
-    turn_of_hybrids,
+    work_of_hybrids,
 )
 from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StateNotLoaded, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import EngineKey, TrajectoryTable, mean_reward, reached_staleness
@@ -269,7 +269,7 @@ class Controller:
         await self._begin()
         while True:
             self.state.evaluating = self.evaluation.is_missing
-            awake = self._take_turns()
+            awake = self._direct_hybrids()
             decision = next_step(self.state, self.trainers.changes(), awake)
             self.state.last_decision = f"{decision.action}: {decision.because}"
             if decision.action is not LoopAction.FORM:
@@ -299,18 +299,18 @@ class Controller:
             except NoTrainerLeft as e:
                 await self._recover(str(e))
 
-    def _take_turns(self) -> list[EngineKey]:
+    def _direct_hybrids(self) -> list[EngineKey]:
         """Wakes the hybrids' engines, or lets them rest. Returns those that are still to be sent to sleep."""
         if not self.job.num_hybrids:
             return []
-        self.state.turn = turn_of_hybrids(
+        self.state.hybrid_work = work_of_hybrids(
             self.state,
             mode=self.job.runtime.mode,
             num_ready=len(self.batches.ready()),
             groups_per_step=self.job.algorithm.groups_per_step,
             others_serve=self.rollouts.others_serve(),
         )
-        if self.state.turn is HybridTurn.TRAIN:
+        if self.state.hybrid_work is HybridWork.TRAIN:
             return self.rollouts.rest_hybrids()
         self.rollouts.wake_hybrids()
         return []

@@ -2,7 +2,7 @@
 with their reason; `controller.py` and its components perform them and ask again.
 
 Step formation. `next_step` picks the loop's next action; `form_step` picks a step's groups or the reason to wait;
-`place_groups` and `reassign` map groups to engines; `turn_of_hybrids` says whether hybrids generate or train.
+`place_groups` and `reassign` map groups to engines; `work_of_hybrids` says whether hybrids generate or train.
 Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that
 will not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
 """
@@ -63,7 +63,7 @@ class CommittedStep:
     attempts: int
 
 
-class HybridTurn(StrEnum):
+class HybridWork(StrEnum):
     """What the hybrids, which are a trainer and an engine each, do at the moment."""
 
     GENERATE = "generate"  # their engines work, the trainers wait
@@ -99,7 +99,7 @@ class LoopState:
     """The newest policy version, if it is the last one, is still to be evaluated."""
     full_since: float | None = None
     """Time since which there are enough groups for the step being formed."""
-    turn: HybridTurn = HybridTurn.GENERATE
+    hybrid_work: HybridWork = HybridWork.GENERATE
     """Of the hybrids, in the modes that have them."""
     last_decision: str = ""
     """The last decision of the loop and its reason."""
@@ -139,19 +139,19 @@ class TrainerChanges:
         return "; ".join([*lost, *(f"{replica}#{incarnation} joins" for replica, incarnation in self.joining)])
 
 
-def turn_of_hybrids(
+def work_of_hybrids(
     loop: LoopState, *, mode: RunMode, num_ready: int, groups_per_step: int, others_serve: bool
-) -> HybridTurn:
-    """Whose turn it is. Depends on nothing but the present: a loss during a step needs no case of its own.
+) -> HybridWork:
+    """What the hybrids are to do. Depends on nothing but the present: a loss during a step needs no case of its own.
 
     `num_ready`: groups that the step being formed can take. `others_serve`: an engine works that is no hybrid's.
     Without one the hybrids generate until the step is formed, because nobody else would finish its groups.
     """
     share = SWITCH_SHARES.get(mode)
     if share is None:
-        return HybridTurn.GENERATE
+        return HybridWork.GENERATE
     enough = others_serve and num_ready >= share * groups_per_step
-    return HybridTurn.TRAIN if loop.plan is not None or enough else HybridTurn.GENERATE
+    return HybridWork.TRAIN if loop.plan is not None or enough else HybridWork.GENERATE
 
 
 def next_step(loop: LoopState, trainers: TrainerChanges, awake: Collection[EngineKey] = ()) -> LoopDecision:

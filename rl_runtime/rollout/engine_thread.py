@@ -1,7 +1,7 @@
 """The only thread that uses an engine: it steps while there are requests, and runs orders between two steps.
 
 It also reports its phase: `generate` from the arrival of requests (progress with every step), `idle` without requests,
-`wait` while it only waits for weights, `paused` while the engine is asleep: it then takes no step, whatever requests it
+`wait` while it only waits for weights, `sleep` while the engine is asleep: it then takes no step, whatever requests it
 has. A hang before the first request is processed is therefore visible as missing progress. A step that fails ends the
 thread: the engine is then broken, every later call raises, and `on_failure` is called once.
 """
@@ -185,7 +185,7 @@ class EngineThread:
                 return  # posted since the last check
             if self._phase in (Phase.START, Phase.GENERATE):
                 reporter.update(requests_active=0)
-            self._enter(Phase.PAUSED if self.asleep else Phase.WAIT if self.awaits_weights else Phase.IDLE)
+            self._enter(Phase.SLEEP if self.asleep else Phase.WAIT if self.awaits_weights else Phase.IDLE)
             self._resting = True
 
     def _enter(self, phase: Phase) -> None:

@@ -16,13 +16,15 @@ from rolecall.core.ids import NodeId, ProcessId
 class Phase(StrEnum):
     """Current activity of a process. Peers are compared only within one phase.
 
-    `idle`, `wait` and `paused` are phases in which no progress is due; `reduce` is a wait for peers in a collective.
+    `idle`, `wait`, `paused` and `sleep` are phases in which no progress is due; `reduce` is a wait for peers in a
+    collective.
     """
 
     START = "start"  # before the first unit of work: import, compile, load
     IDLE = "idle"  # no work assigned
     WAIT = "wait"  # legitimately waits for another role
-    PAUSED = "paused"  # told to do nothing for now, as an engine is while the trainer on its machine works
+    PAUSED = "paused"
+    SLEEP = "sleep"  # rollout: its engine rests while the trainer on its machine works
     STEP = "step"  # a step of a job that names no phases: work and collectives, which may wait for peers
     COMPUTE = "compute"  # trainer: forward and backward of microbatches
     REDUCE = "reduce"  # trainer: inside the collective with its peers
@@ -36,7 +38,7 @@ class Phase(StrEnum):
     CONTROL = "control"  # controller: its loop turns
 
 
-PHASES_WITHOUT_DUE_PROGRESS = frozenset({Phase.IDLE, Phase.WAIT, Phase.PAUSED})
+PHASES_WITHOUT_DUE_PROGRESS = frozenset({Phase.IDLE, Phase.WAIT, Phase.PAUSED, Phase.SLEEP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,7 +235,7 @@ class FakeTrainer(_FakeReplica):
                         raise self.raises.pop(0)
                     await asyncio.sleep(MICROBATCH_SECONDS)
                     self.fleet.check_microbatch(step, microbatch)
-                    self.fleet.check_turns()
+                    self.fleet.check_hybrids()
                     self.computed[microbatch.microbatch_id] = microbatch
             return await self._commit(epoch, step, list(all_ids), ledger, first)
 
@@ -867,7 +867,7 @@ class SimulatedFleet:
                 assert sample.first_fresh == group_start(group.group_id)
                 self.used[group.group_id] = (sample.first_fresh, len(sample.tokens), sample.end)
 
-    def check_turns(self) -> None:
+    def check_hybrids(self) -> None:
         """While a step is trained, the engine beside each trainer sleeps, or has nothing to do yet."""
         for n in range(self.job.num_hybrids):
             engine = self.newest(f"rollout/{n}")

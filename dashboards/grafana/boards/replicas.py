@@ -293,6 +293,7 @@ PHASES = {
     "idle": MappedValue("idle", GREY),
     "wait": MappedValue("wait", GREY),
     "paused": MappedValue("paused", GREY),
+    "sleep": MappedValue("sleep", GREY),
     "compute": MappedValue("compute", GREEN),
     "reduce": MappedValue("in a collective", BLUE),
     "optimizer": MappedValue("optimizer", GREEN),

@@ -216,7 +216,7 @@ def test_engines_that_sleep_have_a_panel_of_their_own() -> None:
             (first,) = batch.processes
             sleeps = n >= 3 and second % 10 < 4
             process = replace(first.process, pid=first.process.pid + n)
-            phase = Phase.PAUSED if sleeps else Phase.GENERATE
+            phase = Phase.SLEEP if sleeps else Phase.GENERATE
             sample = replace(first, replica=f"rollout/{n}", process=process, phase=phase)
             batches.append(replace(batch, processes=(sample,)))
         run.panels.findings(Observation(wall_at=run.now, batches=tuple(batches)))

@@ -10,7 +10,7 @@ import pytest
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.rl_runtime.controller.step_plan import HybridTurn
+from rolecall.rl_runtime.controller.step_plan import HybridWork
 from tests.rl_runtime.loop import World, small_job
 from tests.rl_runtime.simulated_fleet import FakeRollout
 
@@ -70,8 +70,8 @@ def test_in_mode_semi_sync_hybrids_sleep_at_half_of_the_groups_and_the_others_fi
     async def script(w: World) -> None:
         for step in range(2, 6):
             await until(w, lambda w, step=step: w.controllers[-1].state.step == step, f"step {step}")  # type: ignore[misc]
-            for turn in HybridTurn:
-                await until(w, lambda w, turn=turn: w.controllers[-1].state.turn is turn, f"turn to {turn}")  # type: ignore[misc]
+            for work in HybridWork:
+                await until(w, lambda w, work=work: w.controllers[-1].state.hybrid_work is work, f"hybrids {work}")  # type: ignore[misc]
             controller = w.controllers[-1]
             at_switch.append(0 if controller.state.plan is not None else len(controller.batches.ready()))
             await until(w, lambda w: all(w.fleet.newest(f"rollout/{n}").body.asleep for n in range(2)), "they sleep")
@@ -102,16 +102,16 @@ def test_generation_of_the_next_step_begins_once_all_engines_have_its_version(tm
 
 @MODES
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("turn", list(HybridTurn))
+@pytest.mark.parametrize("work", list(HybridWork))
 def test_a_lost_hybrid_costs_no_step_and_its_groups_are_not_generated_again(
-    tmp_path: Path, mode: dict[str, Any], seed: int, turn: HybridTurn
+    tmp_path: Path, mode: dict[str, Any], seed: int, work: HybridWork
 ) -> None:
     planned: list[set[str]] = []
 
     async def script(w: World) -> None:
         await until(w, lambda w: w.controllers[-1].state.step >= 4, "four steps")
-        await until(w, lambda w: w.controllers[-1].state.turn is turn, f"turn to {turn}")
-        if turn is HybridTurn.TRAIN:
+        await until(w, lambda w: w.controllers[-1].state.hybrid_work is work, f"hybrids {work}")
+        if work is HybridWork.TRAIN:
             await until(w, lambda w: bool(w.fleet.newest("trainer/1").body.computed), "it trains")
             plan = w.controllers[-1].state.plan
             assert plan is not None
@@ -162,7 +162,7 @@ def test_an_engine_that_does_not_fall_asleep_is_contained_and_the_step_goes_on(t
 
 @MODES
 @pytest.mark.parametrize("death", [60, 150, 400])
-def test_a_restarted_controller_finds_the_turn_again(tmp_path: Path, mode: dict[str, Any], death: int) -> None:
+def test_a_restarted_controller_finds_what_hybrids_do(tmp_path: Path, mode: dict[str, Any], death: int) -> None:
     w = world(tmp_path, mode)
     w.deaths = [death, death]
     w.run()

@@ -17,7 +17,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     BatchSnapshot,
     EngineLoad,
     FormStep,
-    HybridTurn,
+    HybridWork,
     LoopAction,
     LoopState,
     StepPlan,
@@ -34,7 +34,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     place_groups,
     reassign,
     staleness_if_issued,
-    turn_of_hybrids,
+    work_of_hybrids,
 )
 from rolecall.rl_runtime.protocol.clients import ReplicaExited
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
@@ -86,24 +86,24 @@ def test_the_loops_next_action(loop: dict[str, Any], changes: TrainerChanges, ac
 
 
 @pytest.mark.parametrize(
-    ("mode", "plan", "num_ready", "others_serve", "turn"),
+    ("mode", "plan", "num_ready", "others_serve", "work"),
     [
-        ("async", PLAN, 8, True, HybridTurn.GENERATE),
-        ("sync", None, 0, False, HybridTurn.GENERATE),
-        ("sync", None, 7, False, HybridTurn.GENERATE),
-        ("sync", PLAN, 0, False, HybridTurn.TRAIN),
-        ("semi_sync", None, 3, True, HybridTurn.GENERATE),
-        ("semi_sync", None, 4, True, HybridTurn.TRAIN),
-        ("semi_sync", None, 7, False, HybridTurn.GENERATE),  # nobody else would finish the rest
-        ("semi_sync", PLAN, 0, False, HybridTurn.TRAIN),
+        ("async", PLAN, 8, True, HybridWork.GENERATE),
+        ("sync", None, 0, False, HybridWork.GENERATE),
+        ("sync", None, 7, False, HybridWork.GENERATE),
+        ("sync", PLAN, 0, False, HybridWork.TRAIN),
+        ("semi_sync", None, 3, True, HybridWork.GENERATE),
+        ("semi_sync", None, 4, True, HybridWork.TRAIN),
+        ("semi_sync", None, 7, False, HybridWork.GENERATE),  # nobody else would finish the rest
+        ("semi_sync", PLAN, 0, False, HybridWork.TRAIN),
     ],
 )
-def test_whose_turn_it_is(
-    mode: RunMode, plan: StepPlan | None, num_ready: int, others_serve: bool, turn: HybridTurn
+def test_what_hybrids_do(
+    mode: RunMode, plan: StepPlan | None, num_ready: int, others_serve: bool, work: HybridWork
 ) -> None:
     loop = LoopState(num_steps=9, plan=plan)
     facts = {"num_ready": num_ready, "groups_per_step": 8, "others_serve": others_serve}
-    assert turn_of_hybrids(loop, mode=mode, **facts) is turn
+    assert work_of_hybrids(loop, mode=mode, **facts) is work
 
 
 def test_engines_of_hybrids_sleep_before_a_step_is_trained_and_after_a_regroup() -> None:

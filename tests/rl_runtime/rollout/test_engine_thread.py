@@ -101,10 +101,10 @@ def test_an_engine_that_sleeps_takes_no_step_and_owes_nothing(engine: Engine, th
         thread.asleep = False
 
     thread.call(sleep, PATIENCE_SECONDS, "fall asleep")
-    eventually(lambda: page().phase == Phase.PAUSED, "the engine to report its sleep")
+    eventually(lambda: page().phase == Phase.SLEEP, "the engine to report its sleep")
     thread.post_requests(2, lambda _: engine.add())
     thread.call(lambda _: None, PATIENCE_SECONDS, "take the requests")
-    eventually(lambda: page().phase == Phase.PAUSED and engine.num_in_flight == 1, "it to sleep on")
+    eventually(lambda: page().phase == Phase.SLEEP and engine.num_in_flight == 1, "it to sleep on")
     thread.call(wake, PATIENCE_SECONDS, "wake up")
     eventually(lambda: rests() and engine.num_in_flight == 0, "the requests to be done")
 

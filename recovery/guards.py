@@ -196,8 +196,8 @@ def _at_once(
         because = f"{busy} under repair and {', '.join(sorted(targets))} requested"
         because += f", the limit is {config.replicas_at_once_max} at once"
         # Too many on its own: waiting would not help.
-        alone = {fleet.unit_of(t) for t in targets}
-        return GuardResult(AT_ONCE, because, page_oncall=len(alone) > config.replicas_at_once_max)
+        requested = {fleet.unit_of(t) for t in targets}
+        return GuardResult(AT_ONCE, because, page_oncall=len(requested) > config.replicas_at_once_max)
     for role in sorted({split_replica(t)[0] for t in targets}):
         size = len(fleet.of_role(role))
         allowed = max(1, int(config.role_share_max * size))

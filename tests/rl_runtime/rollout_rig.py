@@ -45,6 +45,7 @@ class ScriptedEngine:
         self.hold.set()
         self.fail: Exception | None = None
         self.seeds: dict[str, int] = {}
+        self.sleeps = 0
 
     @property
     def num_in_flight(self) -> int:
@@ -83,6 +84,13 @@ class ScriptedEngine:
                 )
             )
         return made
+
+    def sleep(self) -> None:
+        self.sleeps += 1
+        self.storage_tensors = {n: torch.full_like(t, 99.0) for n, t in self.storage_tensors.items()}
+
+    def wake(self) -> None:
+        self.sleeps -= 1
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         self.loads += 1

@@ -11,6 +11,7 @@ import pytest
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.controller.step_plan import HybridWork
+from tests.rl_runtime.controller import test_controller_conversations, test_controller_windows
 from tests.rl_runtime.loop import World, small_job
 from tests.rl_runtime.simulated_fleet import FakeRollout
 
@@ -184,6 +185,21 @@ def test_dynamic_sampling_fills_a_batch_while_hybrids_sleep(tmp_path: Path) -> N
     w = world(tmp_path, SEMI_SYNC, algorithm__name="dapo", algorithm__at_refill_limit="take").run()
     w.check()
     check_on_policy(w)
+
+
+@MODES
+def test_windows_of_an_answer_are_trained_step_after_step(tmp_path: Path, mode: dict[str, Any]) -> None:
+    w = test_controller_windows.world(tmp_path / "run", "continue", job=mode).run()
+    answers = test_controller_windows.check(w)
+    assert any(len(windows) > 2 for windows in answers.values())
+    assert all(step["staleness"] == 0 for step in w.events(EventKind.STEP_COMMITTED))
+
+
+def test_conversations_move_with_their_turns(tmp_path: Path) -> None:
+    w = test_controller_conversations.world(tmp_path, runtime={"mode": "semi_sync"}).run()
+    w.check()
+    check_on_policy(w)
+    assert not w.fleet.started_over
 
 
 def test_the_fakes_note_off_policy_tokens(tmp_path: Path) -> None:

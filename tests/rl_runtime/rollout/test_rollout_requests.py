@@ -10,7 +10,7 @@ from rolecall.core.errors import DeadlineExceeded
 from rolecall.rl_runtime.faults.process_side import FACTORS, InProcessFault
 from rolecall.rl_runtime.rollout.engine import EngineBroken, EngineSettings
 from tests.rl_runtime.rollout_rig import END, Rig, ScriptedEngine, request
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 
 def test_tokens_are_repeated_until_acknowledged(rig: Rig) -> None:
@@ -92,6 +92,35 @@ def test_control_calls_answer_while_the_engine_hangs(rig: Rig) -> None:
     rig.submit(request("g.1"))
     rig.replica.ack(1, ["g.1"])
     assert not rig.scripted.hold.is_set() and not rig.failures, "answered only after the engine had gone on"
+
+
+def test_an_engine_that_sleeps_keeps_its_requests_and_an_update_wakes_it(rig: Rig) -> None:
+    manifest = rig.serve(0)
+    rig.in_flight(request(num=60))
+    pulled = rig.replica.sleep(1, {"g.0": 0}, PATIENCE_SECONDS)
+    (chunk,) = pulled.chunks
+    assert chunk.tokens and not chunk.finished and rig.scripted.num_in_flight == 1
+    assert rig.replica.info().asleep and rig.replica.info().policy_version == 0
+    rig.go_on()
+    rig.submit(request("g.1"))
+    assert rig.replica.sleep(1, {"g.0": 0, "g.1": 0}, PATIENCE_SECONDS).chunks[0] == chunk, "it took a step"
+    assert rig.scripted.sleeps == 1, "it was sent to sleep twice"
+    loads = rig.scripted.loads
+    proof = rig.replica.update_weights(1, 1, manifest, [rig.holder])
+    assert proof.manifest_digest == manifest.digest and rig.scripted.loads == loads + 1
+    assert rig.scripted.sleeps == 0 and not rig.replica.info().asleep
+    assert len(rig.finished("g.0").tokens) == 60 and len(rig.finished("g.1").tokens) == 5
+
+
+def test_an_engine_that_hangs_does_not_fall_asleep_later(rig: Rig) -> None:
+    rig.serve(0)
+    rig.in_flight(request(num=60))
+    rig.hang()
+    with pytest.raises(DeadlineExceeded, match="the engine thread to fall asleep"):
+        rig.replica.sleep(1, {}, 0.05)
+    rig.scripted.hold.set()
+    rig.go_on()
+    assert len(rig.finished("g.0").tokens) == 60 and not rig.replica.info().asleep
 
 
 def test_update_gives_up_on_a_hanging_engine(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,16 +158,17 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
             continue  # no known impact, and no replica was replaced
         until = summary.serving_at if summary.serving_at is not None else summary.ends_at
         stalled = summary.step_committed_at if summary.step_committed_at is not None else until
+        since = {**dict.fromkeys(summary.affected, summary.began_at), **summary.partners}
         found += [
             Loss(
                 replica=replica,
-                since=summary.began_at,
+                since=since[replica],
                 until=end if until is None else min(until, end),
                 stalled_until=end if stalled is None else min(stalled, end),
                 fault=str(diagnosis.fault_class),
                 incident_id=incident.incident_id,
             )
-            for replica in sorted(summary.affected)
+            for replica in sorted(since)
         ]
         found += _losses_of_restart(summary, end)
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]

@@ -171,6 +171,18 @@ class IncidentSummary:
         return found
 
     @property
+    def partners(self) -> dict[str, float]:
+        """Replica -> when it was taken down as part of a hybrid whose other replica the fault hit."""
+        hit = self.affected | {s.replica for s in self.incident.suspects}
+        found: dict[str, float] = {}
+        for attempt in self.incident.attempts:
+            if attempt.started_at is not None and not attempt.plan.action.is_restart:
+                for target in attempt.plan.targets:
+                    if target.replica not in hit:
+                        found.setdefault(target.replica, attempt.started_at)
+        return found
+
+    @property
     def affected(self) -> set[str]:
         """Replicas that the fault hit; those that the diagnosis names, if it is not known."""
         named = {s.replica for s in self.incident.diagnosis.suspects if s.replica}
@@ -357,7 +369,8 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | summary.affected | summary.restarted.keys()
+    affected = {s.replica for s in suspects if s.replica} | summary.affected
+    affected |= summary.restarted.keys() | summary.partners.keys()
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf
     during = work.between(since, until)

@@ -70,6 +70,18 @@ def test_a_watch_that_ended_with_its_run_is_not_missed(tmp_path: Path, state: st
     assert "NO WATCH" not in text
 
 
+def test_a_run_with_hybrids_shows_its_mode_and_who_shares_a_node(tmp_path: Path) -> None:
+    world, run = World(tmp_path), RunDir(tmp_path)
+    assert "with " not in status_text(queries.status(run, world.clock), NOON)
+    roles = {"trainer": 2, "rollout": 3}
+    world.journal.append(filled(EventKind.RUN_STARTED, {"roles": roles, "mode": "semi_sync"}), key="run-started")
+    value = queries.status(run, world.clock)
+    assert value["run_mode"] == "semi_sync"
+    text = status_text(value, world.clock.wall())
+    assert "UTC, mode semi_sync; no open incident" in text.splitlines()[0]
+    assert "with trainer/1" in text and "with rollout/1" in text and "/2" not in text.partition("with ")[0]
+
+
 def test_the_state_of_the_watch(tmp_path: Path) -> None:
     world, run = World(tmp_path), RunDir(tmp_path)
 

@@ -157,6 +157,23 @@ def test_pause_and_end_are_shown() -> None:
     assert "completed" in printed(render(RunSnapshot(now=0.0, ended="completed")))
 
 
+def test_a_mode_with_hybrids_is_shown_with_their_replicas() -> None:
+    roles = {"trainer": 1, "rollout": 2}
+    started = made_event(kind=EventKind.RUN_STARTED, body={"roles": roles, "mode": "semi_sync"}, wall_at=1.0)
+    memory = RunSnapshotProjection()
+    memory.read([started])
+    names = [ReplicaId(r) for r in ("trainer/0", "rollout/0", "rollout/1")]
+    wanted = {r: Desired(replica=r, incarnation=1, node=NodeId("node-1")) for r in names}
+    shown = memory.snapshot(2.0, wanted, {}, None)
+    assert {r.replica: r.partner for r in shown.replicas} == {
+        "trainer/0": "rollout/0",
+        "rollout/0": "trainer/0",
+        "rollout/1": "",
+    }
+    assert "mode semi_sync" in printed(render(shown))
+    assert "mode" not in printed(render(RunSnapshot(now=0.0)))
+
+
 def test_the_memory_reads_each_event_once(fake_run: RunDir) -> None:
     journal = Journal(fake_run.database_url, create=False)
     whole, parts = RunSnapshotProjection(), RunSnapshotProjection()

@@ -360,3 +360,15 @@ def test_processes_of_a_run_that_was_started_again_need_not_be_kept() -> None:
     tale = _ready(Tale(), "rollout/1", 1, 100).say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
     tale = _ready(tale, "rollout/1", 2, 200)
     assert named_by_plans(tale.events) == {("rollout/1", 1)}
+
+
+def test_the_partner_of_a_hybrid_costs_from_the_action_until_it_serves() -> None:
+    tale = Tale().opened(11.0, "i", "rollout/1").acted(12.0, "i", "rollout/1", "trainer/1")
+    tale.say(15.0, K.STEP_COMMITTED, step=3)
+    known = {
+        (r, 2): IncarnationRecord(replica=r, incarnation=2, node="node-3", serving_at=20.0)
+        for r in ("rollout/1", "trainer/1")
+    }
+    found = tale.resolved(21.0, "i").reported(known=known)
+    lost = {loss.replica: (loss.since, loss.until, loss.stalled_until) for loss in losses(found, 100.0)}
+    assert lost == {"rollout/1": (10.0, 20.0, 15.0), "trainer/1": (12.0, 20.0, 15.0)}

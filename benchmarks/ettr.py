@@ -12,10 +12,10 @@ Arms, each with the same job, seed and schedule of kills:
     cold   mode observe: once the fault is found everything is ended (supervisor killed, `rolecall down`) and started
            again (`rolecall up`), the cluster too
 
-One fault falls into each PERCENT of the steps, as in RobustRL (arXiv 2512.22492): at a random step of this part, at a
-random moment of the step, killing a trainer, a rollout, or either. ETTR is the project's accounting
-(rolecall/views/ettr.py): by the paper's formula, and with lost rollouts counted too. Work that is trained again counts
-as effective in both, so seconds to N steps are the honest number.
+PERCENT of the steps meet a fault, as in RobustRL's sweep (arXiv 2512.22492): with 10, one falls into each ten steps, at
+a random one of them and a random moment of it, killing a trainer, a rollout, or either. ETTR is the project's own
+accounting (rolecall/views/ettr.py): by the paper's formula, and with lost rollouts counted too. Work that is trained
+again counts as effective in both, so seconds to N steps are the honest number.
 
 Arms take turns within a seed. Each run is a line of `results/ettr.jsonl`; what is there for this commit and these
 settings is not run again. No run begins after --minutes.
@@ -74,6 +74,7 @@ num_steps: {steps}
 injection_allowed: true
 roles: {{trainer: {trainers}, rollout: {rollouts}, reward: 1}}
 algorithm: {{microbatches_per_step: {microbatches}}}
+model: {{hidden_size: 384, intermediate_size: 1024, num_layers: 6, num_heads: 6, num_kv_heads: 3, head_dim: 64}}
 checkpoint: {{every_steps: {checkpoint_every}}}
 runtime: {{standbys: {standbys}, nodes: {nodes}, startup_timeout_seconds: 300}}
 recovery: {{mode: {mode}, scope: {scope}, evictions_per_hour_max: 1000, retries_per_replica_max: 100}}
@@ -91,10 +92,10 @@ class Kill:
 
 
 def schedule(seed: int, num_steps: int, percent: float, roles: str) -> list[Kill]:
-    """One kill in each `percent` of the steps; the same for the same arguments. None falls into the first step, or so
+    """A kill for each `100 / percent` steps; the same for the same arguments. None falls into the first step, or so
     late that its recovery would not show."""
     rng = random.Random(f"ettr-{seed}-{num_steps}-{percent:g}-{roles}")
-    width = max(2, round(num_steps * percent / 100))
+    width = max(2, round(100 / percent))
     kills = []
     for first in range(0, num_steps - width + 1, width):
         role = rng.choice(ROLES[roles])
@@ -389,8 +390,8 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
         f"A step without faults takes {spread(steps_free)} s.",
         "",
         (
-            "| fault in each | of | arm | runs | faults | ETTR | with rollouts | s to N steps | longer than without, % "
-            "| tokens beyond | tokens trained again | steps trained again |"
+            "| steps with a fault | of | arm | runs | faults | ETTR | with rollouts | s to N steps "
+            "| longer than without, % | tokens beyond | tokens trained again | steps trained again |"
         ),
         "|---" * 12 + "|",
     ]
@@ -483,7 +484,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--microbatches", type=int, default=96, help="of a step: sets how long it takes")
+    parser.add_argument("--microbatches", type=int, default=16, help="of a step: sets how long it takes")
     parser.add_argument("--checkpoint-every", type=int, default=1, help="steps")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--percent", type=float, nargs="+", default=[10.0, 5.0, 2.0])

@@ -30,7 +30,7 @@ import common
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import Actual
+from rolecall.core.membership import Actual, ReplicaState, is_standby
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults import injector
 from rolecall.rl_runtime.faults.injector import InjectionTarget, _further_ranks, _Injection, _replicas
@@ -86,7 +86,8 @@ def times_of(run: RunDir, kind: EventKind, after: float) -> list[float]:
 
 
 def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
-    """Injects it into a further rank of the last replica, waits for its end, and measures."""
+    """Injects it into a further rank of the last replica, waits for its end, and measures. Standbys are warm before."""
+    until("warm standbys", FAULT_SECONDS, lambda: standbys_are_warm(run) or None)
     target = further_rank(run, role)
     if at == COPY:
         _Injection(run, "trainer-kill", "", "kill", STOP_SECONDS_MAX, SystemClock()).perform([target])
@@ -135,6 +136,16 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
         "further steps", FAULT_SECONDS, lambda: times_of(run, EventKind.STEP_COMMITTED, since)[STEPS_BETWEEN:] or None
     )
     return line
+
+
+def standbys_are_warm(run: RunDir) -> bool:
+    with closing(Journal(run.database_url, create=False)) as journal:
+        current = journal.current()
+        return all(
+            r in current and current[r].incarnation == d.incarnation and current[r].state is ReplicaState.READY
+            for r, d in journal.desired().items()
+            if is_standby(r)
+        )
 
 
 def further_rank(run: RunDir, role: str) -> InjectionTarget:
@@ -237,8 +248,9 @@ def main() -> None:
         for seed in range(options.repeat):
             one_run(seed, int(options.standby))
     lines = [json.loads(line) for line in LINES.read_text().splitlines()]
-    measured = lines[-1]["commit_of"]
-    path: Path = common.write("lost_rank", report([x for x in lines if x["commit_of"] == measured], measured))
+    newest = {x["standbys"]: x["commit_of"] for x in lines}  # with and without standbys are separate runs
+    lines = [x for x in lines if x["commit_of"] == newest[x["standbys"]]]
+    path: Path = common.write("lost_rank", report(lines, ", ".join(dict.fromkeys(newest.values()))))
     print(path)
 
 

@@ -6,8 +6,8 @@
 
 Each measurement is a line of `results/memory.jsonl` as soon as it is over.
 
-A trainer case starts the processes of one or two trainers as their actors do, and makes two steps whose samples all
-have the longest length, the second one beside the copy for a checkpoint, which is then written. An engine case starts
+A trainer case starts the processes of one or two trainers as their actors do, and makes five steps whose samples all
+have the longest length, the last one beside the copy for a checkpoint, which is then written. An engine case starts
 an engine, gives it three versions of the weights and lets it generate meanwhile. The case of a run is a whole
 `rolecall run`; its reward workers, controller and standby are measured, too.
 
@@ -54,7 +54,8 @@ ERROR_MAX = 0.15
 """The bar: relative error of the estimate."""
 SAMPLE_SECONDS = 0.005
 ANSWER_SECONDS = 900.0
-NUM_STEPS = 2
+NUM_STEPS = 5
+"""The third is the first with all versions that a trainer keeps; two more show that nothing grows."""
 NUM_VERSIONS = 3
 NUM_REQUESTS = 32
 LEDGER = ChainHead(position=0, hash=GENESIS)

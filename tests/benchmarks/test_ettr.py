@@ -22,7 +22,7 @@ MEMBERS = [[f"trainer/{n}", 1] for n in range(2)] + [[f"rollout/{n}", 1] for n i
 )
 def test_one_fault_falls_into_each_part_of_the_steps(seed: int, steps: int, percent: float, roles: str) -> None:
     kills = ettr.schedule(seed, steps, percent, roles)
-    width = max(2, round(steps * percent / 100))
+    width = max(2, round(100 / percent))
     assert [k.step // width for k in kills] == list(range(steps // width))
     assert {k.role for k in kills} <= set(ettr.ROLES[roles]) and all(0 <= k.share < 1 for k in kills)
     assert kills == ettr.schedule(seed, steps, percent, roles), "every arm has the same faults"

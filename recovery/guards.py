@@ -5,7 +5,7 @@ themselves (a pause, a hold, another repair); at a limit rolecall stops acting a
 from the journal, so a restarted watch continues with the budget that its predecessor left.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.config.job import RecoveryConfig
@@ -15,7 +15,7 @@ from rolecall.core.membership import is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.fleet_view import FleetView
-from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Eviction, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
@@ -130,6 +130,11 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
     return None
 
 
+def num_evictions(found: Iterable[Eviction], fleet: FleetView) -> int:
+    """As the limit counts them: a hybrid, which is replaced as one, once."""
+    return len({(e.incident_id, e.at, fleet.unit_of(e.replica)) for e in found})
+
+
 def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     config, since = situation.config, situation.now - HOUR_SECONDS
     recent, at_fault = evictions(situation.incidents, since=since), incident.at_fault(plan)
@@ -142,10 +147,9 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
             because += f", the limit is {config.retries_per_replica_max}"
             return GuardResult("retries", because, page_oncall=True)
     fleet = situation.fleet
-    taken = {(e.incident_id, e.at, fleet.unit_of(e.replica)) for e in recent}
-    more = {fleet.unit_of(r) for r in at_fault}
-    if len(taken) + len(more) > config.evictions_per_hour_max:
-        because = f"{len(taken)} evictions in the last hour and {len(more)} more requested"
+    taken, more = num_evictions(recent, fleet), len({fleet.unit_of(r) for r in at_fault})
+    if taken + more > config.evictions_per_hour_max:
+        because = f"{taken} evictions in the last hour and {more} more requested"
         because += f", the limit is {config.evictions_per_hour_max}"
         return GuardResult("evictions", because, page_oncall=True)
     others = [i for i in situation.incidents if i.incident_id != incident.incident_id]

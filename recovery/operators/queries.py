@@ -25,7 +25,7 @@ from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_of
-from rolecall.recovery.guards import HOUR_SECONDS, MODE
+from rolecall.recovery.guards import HOUR_SECONDS, MODE, num_evictions
 from rolecall.recovery.incidents import (
     NO_CHANNEL,
     RIGHT,
@@ -94,7 +94,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         "run_mode": started.as_(RunStarted).mode if started else None,
         "progress": _progress(committed.as_(StepCommitted)) if committed else None,
         "evaluation": evaluated.as_(EvaluationFinished).to_body() if evaluated else None,
-        "evictions_last_hour": len(recent),
+        "evictions_last_hour": num_evictions(recent, fleet),
         "quarantined_nodes": {
             n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(quarantined.items())
         },

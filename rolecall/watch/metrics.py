@@ -23,7 +23,7 @@ from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.policy_health import BY_NAME as SIGNS_BY_NAME
 from rolecall.recovery.fleet_view import FleetView
-from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
+from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS, num_evictions
 from rolecall.recovery.incidents import (
     UNDECIDED,
     UNDER_REPAIR,
@@ -170,7 +170,7 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
     yield _value("plans_waiting", len(waiting))
     yield from _known("plans_waiting_deadline_timestamp_seconds", min((t for t in waiting if t), default=None))
     since = now - HOUR_SECONDS
-    yield _value("evictions_last_hour", len(evictions(view.incidents.values(), since)))
+    yield _value("evictions_last_hour", num_evictions(evictions(view.incidents.values(), since), view.fleet))
 
 
 def _suspects(incident: Incident) -> Iterable[Who]:

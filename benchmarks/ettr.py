@@ -74,6 +74,7 @@ num_steps: {steps}
 injection_allowed: true
 roles: {{trainer: {trainers}, rollout: {rollouts}, reward: 1}}
 algorithm: {{microbatches_per_step: {microbatches}}}
+model: {{hidden_size: 384, intermediate_size: 1024, num_layers: 6, num_heads: 6, num_kv_heads: 3, head_dim: 64}}
 checkpoint: {{every_steps: {checkpoint_every}}}
 runtime: {{standbys: {standbys}, nodes: {nodes}, startup_timeout_seconds: 300}}
 recovery: {{mode: {mode}, scope: {scope}, evictions_per_hour_max: 1000, retries_per_replica_max: 100}}
@@ -483,7 +484,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--microbatches", type=int, default=144, help="of a step: sets how long it takes")
+    parser.add_argument("--microbatches", type=int, default=16, help="of a step: sets how long it takes")
     parser.add_argument("--checkpoint-every", type=int, default=1, help="steps")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--percent", type=float, nargs="+", default=[10.0, 5.0, 2.0])

@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
+from rolecall.core.errors import (
+    DeadlineExceeded,
+    ProofMismatch,
+    RolecallError,
+    StaleIncarnation,
+    TokenBufferFull,
+    WireError,
+)
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
@@ -50,6 +57,9 @@ SLOT_SECONDS = 2.0
 engine. A holder serves one puller at a time, and every engine with the version is a holder, so a round is logarithmic
 in their number. A longer or hung update continues and delays no other engine.
 """
+SENT_MAX = 1024
+"""Unfinished requests that one engine has at most: enough to keep it busy until the next pull, and few to send to
+another when it is lost. The others wait for their turn."""
 EXCHANGE = "exchanging its requests"
 FAILURES_MAX = 4
 """Turns or updates that may fail in a row, by the engine's own error, before it is contained."""
@@ -386,10 +396,14 @@ class RolloutPool:
             except RolecallError:
                 self._table.forget_unassigned(key, forget)
                 raise
-        fresh = self._table.unsent(key) if engine.serving and not engine.holds_unknown else []
+        fresh = self._table.unsent(key, SENT_MAX) if engine.serving and not engine.holds_unknown else []
         if fresh:
-            await port.submit(fresh)
-            self._table.mark_sent(key, [r.request_id for r in fresh])
+            try:
+                await port.submit(fresh)
+            except TokenBufferFull as e:  # with requests of an earlier controller; these end or are dropped
+                logger.info("%s takes no request now: %s", port, e)
+            else:
+                self._table.mark_sent(key, [r.request_id for r in fresh])
 
     async def _failed(self, engine: EngineState, what: str, error: Exception) -> bool:
         """Counts a failure; False if the engine was contained for it."""

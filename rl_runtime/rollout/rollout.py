@@ -36,7 +36,7 @@ from rolecall.rl_runtime.protocol.messages import (
 )
 from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine, vocab_size
 from rolecall.rl_runtime.rollout.engine_thread import EngineThread
-from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer, TokenBufferLimits
+from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer
 from rolecall.rl_runtime.weights.digest import entries_of, manifest_digest
 from rolecall.rl_runtime.weights.port import TensorServer
 from rolecall.rl_runtime.weights.proof import canary_outside
@@ -113,7 +113,7 @@ class RolloutReplica:
             self.server.close()
             raise
         self._buffer = TokenBuffer(
-            limits=TokenBufferLimits(),
+            requests_max=settings.requests_max,
             end_tokens=frozenset(self._engine.end_tokens),
             model_len_max=settings.max_model_len,
             vocab_size=vocab_size(settings),

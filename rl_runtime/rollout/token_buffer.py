@@ -8,25 +8,13 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rolecall.core.errors import RolecallError
+from rolecall.core.errors import RolecallError, TokenBufferFull
 from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, GenerationRequest, TokenChunk
 from rolecall.rl_runtime.rollout.engine import NewTokens
 
 
 class RequestRefused(RolecallError, ValueError):
     """A request that this engine can never serve; names it and the reason. Nothing of its batch was accepted."""
-
-
-class TokenBufferFull(RolecallError):
-    """Too many requests or unacknowledged tokens. Nothing of the batch was accepted; acknowledge, or wait."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenBufferLimits:
-    """Capacity of one rollout."""
-
-    requests_max: int = 4096
-    unacked_tokens_max: int = 4_000_000  # about 100 bytes each
 
 
 @dataclass(slots=True)
@@ -54,12 +42,11 @@ class _BufferedRequest:
 class TokenBuffer:
     """Requests and their tokens. Thread-safe; each call takes microseconds."""
 
-    limits: TokenBufferLimits
+    requests_max: int
     end_tokens: frozenset[int]
     model_len_max: int
     vocab_size: int
     _held: dict[str, _BufferedRequest] = field(default_factory=dict)
-    _num_tokens: int = 0
     _generated: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -77,16 +64,9 @@ class TokenBuffer:
             self._check(request)
         with self._lock:
             new = {r.request_id: r for r in requests if self._is_new(r)}
-            replaced = [held for i in new if (held := self._held.get(i)) is not None]
-            num_tokens = self._num_tokens + sum(len(r.prefix_tokens) for r in new.values())
-            num_tokens -= sum(len(held.tokens) for held in replaced)
-            if len(self._held) + len(new) - len(replaced) > self.limits.requests_max:
-                raise TokenBufferFull(f"{len(self._held)} requests are held, {self.limits.requests_max} at most")
-            if num_tokens > self.limits.unacked_tokens_max:
-                raise TokenBufferFull(
-                    f"{self._num_tokens} tokens are not acknowledged, {self.limits.unacked_tokens_max} at most"
-                )
-            self._num_tokens = num_tokens
+            num_replaced = sum(i in self._held for i in new)
+            if len(self._held) + len(new) - num_replaced > self.requests_max:
+                raise TokenBufferFull(f"{len(self._held)} requests are held, {self.requests_max} at most")
             for request in new.values():
                 self._held[request.request_id] = self._fresh(request)
             return [r for r in new.values() if not self._held[r.request_id].finish_reason]
@@ -147,7 +127,6 @@ class TokenBuffer:
                 held.logprobs.extend(new.logprobs)
                 held.versions.extend([version] * len(new.tokens))
                 held.finish_reason = new.finish_reason
-                self._num_tokens += len(new.tokens)
             self._generated += num_made
         return num_made
 
@@ -173,10 +152,8 @@ class TokenBuffer:
         with self._lock:
             for request_id in request_ids:
                 held = self._held.pop(request_id, None)
-                if held is not None:
-                    self._num_tokens -= len(held.tokens)
-                    if not held.finish_reason:
-                        unfinished.append(request_id)
+                if held is not None and not held.finish_reason:
+                    unfinished.append(request_id)
         return unfinished
 
     @property

@@ -12,6 +12,7 @@ RolecallError
 │   └── SamplerMismatch      the sampler's next draw contradicts the ledger: which group, both values
 ├── BatchNotFilled           dynamic sampling finds too few informative groups: how many, and why
 ├── StaleIncarnation         a message is addressed to an incarnation or epoch that has ended
+├── TokenBufferFull          an engine holds as many requests or tokens as it can: acknowledge, or wait
 ├── DeadlineExceeded         a wait across processes timed out: what was awaited, how long
 ├── PeerLost                 a collective failed because a peer is gone
 ├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
@@ -138,6 +139,10 @@ class StaleIncarnation(RolecallError):
     def __init__(self, *, replica: str, wanted: str, got: str) -> None:
         self.replica, self.wanted, self.got = replica, wanted, got
         super().__init__(f"{replica}: message is meant for {got}, this is {wanted}")
+
+
+class TokenBufferFull(RolecallError):
+    """Nothing of the batch was accepted."""
 
 
 class DeadlineExceeded(RolecallError, TimeoutError):

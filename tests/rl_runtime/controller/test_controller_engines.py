@@ -13,11 +13,12 @@ from rolecall.core.errors import PeerLost, WireError
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Desired, ReplicaState
+from rolecall.rl_runtime.controller import rollout_pool
 from rolecall.rl_runtime.controller.background_tasks import FIRST_CALLS_MAX
 from rolecall.rl_runtime.controller.reward_scoring import ATTEMPTS_MAX
 from rolecall.rl_runtime.controller.rollout_pool import DRAIN_SECONDS, FAILURES_MAX, SILENT_SECONDS
 from tests.rl_runtime.loop import World, small_job
-from tests.rl_runtime.simulated_fleet import UPDATE_SECONDS, FakeWeightPull
+from tests.rl_runtime.simulated_fleet import UPDATE_SECONDS, FakeRollout, FakeWeightPull
 
 FIRST_CALLS = {"rollout/1": FAILURES_MAX, "trainer/1": FIRST_CALLS_MAX, "reward/1": ATTEMPTS_MAX}
 """Replica -> first calls that fail until it is given up."""
@@ -208,6 +209,24 @@ def test_the_first_engine_with_a_version_does_not_get_all_work(tmp_path: Path) -
         if replica.startswith("rollout"):
             made[replica] = process.body.generated
     assert min(made.values()) > 0.5 * max(made.values()), made
+
+
+def test_an_engine_is_never_given_more_requests_than_it_can_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_pool, "SENT_MAX", 5)
+    most: Counter[str] = Counter()
+
+    async def observe(w: World) -> None:
+        while True:
+            for (replica, _), process in w.fleet.processes.items():
+                if isinstance(process.body, FakeRollout):
+                    unfinished = sum(h.tokens != list(h.whole) for h in process.body.held.values())
+                    most[replica] = max(most[replica], unfinished)
+            await asyncio.sleep(0.01)
+
+    world(tmp_path, observe).run().check()
+    assert max(most.values()) == 5, most
 
 
 def test_a_step_does_not_take_younger_groups_when_the_older_ones_would_become_too_old(tmp_path: Path) -> None:

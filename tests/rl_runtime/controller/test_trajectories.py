@@ -100,6 +100,22 @@ def test_late_messages_of_an_engine_that_was_given_up_are_ignored() -> None:
     assert tokens(t, 0) == [] and len(t.unsent(B)) == 1
 
 
+def test_an_engine_gets_no_more_unfinished_requests_than_it_may_have() -> None:
+    t = table(5, engine=None)
+    t.place(G, A)
+
+    def submitted() -> list[str]:
+        found = [r.request_id for r in t.unsent(A, 2)]
+        t.mark_sent(A, found)
+        return found
+
+    assert submitted() == [f"{G}.0", f"{G}.1"] and submitted() == []
+    t.take(A, [chunk(0, 0, [5], finished=True)], 0)
+    assert submitted() == [f"{G}.2"] and t.num_unfinished(A) == 4
+    moved = t.leave(A)
+    assert moved.num_requests == 4 and t.num_unfinished(A) == 0 and t.place(G, B) == 4, "also those that never left"
+
+
 def test_a_request_unknown_to_its_engine_is_sent_again() -> None:
     t = table(1)
     t.take(A, [chunk(0, 0, [5])], 0)

@@ -2,14 +2,15 @@
 
 import pytest
 
+from rolecall.core.errors import TokenBufferFull
 from rolecall.rl_runtime.protocol.messages import ENVIRONMENT_VERSION, GenerationRequest
 from rolecall.rl_runtime.rollout.engine import NewTokens
-from rolecall.rl_runtime.rollout.token_buffer import RequestRefused, TokenBuffer, TokenBufferFull, TokenBufferLimits
+from rolecall.rl_runtime.rollout.token_buffer import RequestRefused, TokenBuffer
 from tests.rl_runtime.rollout_rig import END, request
 
 
-def buffer(**limits: int) -> TokenBuffer:
-    return TokenBuffer(limits=TokenBufferLimits(**limits), end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
+def buffer(requests_max: int = 64) -> TokenBuffer:
+    return TokenBuffer(requests_max=requests_max, end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
 
 
 BAD_REQUESTS = {
@@ -45,17 +46,6 @@ def test_too_many_requests_are_refused() -> None:
     held.take([request("c")])
 
 
-def test_too_many_unacknowledged_tokens_are_refused() -> None:
-    held = buffer(unacked_tokens_max=3)
-    (one,) = held.take([request("a")])
-    assert held.begin(one)
-    held.record([NewTokens(request_id="a", tokens=(3, 4, 5, 6), logprobs=(0.0,) * 4, finish_reason="length")], 0)
-    with pytest.raises(TokenBufferFull, match="4 tokens are not acknowledged"):
-        held.take([request("b")])
-    held.forget(["a"])
-    assert len(held.take([request("b")])) == 1
-
-
 def test_tokens_of_a_forgotten_request_are_counted_but_not_kept() -> None:
     held = buffer()
     assert held.record([NewTokens(request_id="x", tokens=(3,), logprobs=(0.0,), finish_reason="")], 0) == 1
@@ -87,7 +77,7 @@ def turn(*tokens: int, versions: tuple[int, ...]) -> GenerationRequest:
 
 
 def test_the_next_turn_of_a_conversation_replaces_the_one_before() -> None:
-    held = buffer(requests_max=1, unacked_tokens_max=6)
+    held = buffer(requests_max=1)
     (first,) = held.take([turn(7, versions=(ENVIRONMENT_VERSION,))])
     assert held.begin(first)
     assert held.take([turn(7, 3, versions=(ENVIRONMENT_VERSION, 0))]) == [], "the turn is not over"
@@ -103,4 +93,4 @@ def test_the_next_turn_of_a_conversation_replaces_the_one_before() -> None:
     (chunk,) = held.since({"a": 4})[0]
     assert (chunk.tokens, chunk.versions, chunk.finish_reason) == ((5,), (5,), "stop")
     held.forget(["a"])
-    assert len(held.take([turn(*[3] * 6, versions=(0,) * 6)])) == 1, "the tokens of both turns were counted once"
+    assert len(held.take([turn(*[3] * 6, versions=(0,) * 6)])) == 1, "both turns were one request"

@@ -2,8 +2,8 @@
 
 Until torch's optimizers are imported it does nothing but wait for that import; only then rolecall's reporter is loaded,
 from the folder in which this file lies, and told about torch (`training.py`). Whatever fails, the job goes on without.
-A `sitecustomize` of the job's own environment, which this one hides, runs as before. Standard library only, and readable
-by older versions of Python, which leave it at that.
+A `sitecustomize` of the job's own environment, which this one hides, runs as before. Standard library only; older
+versions of Python can read it, and do nothing.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def test_the_steps_of_a_job_that_knows_nothing_of_rolecall(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     step, progress, phase, _ = done.stdout.split()
     assert (step, progress, phase) == ("5", "5", "wait")
-    assert done.stderr.count("rolecall") <= 1, "without an agent one warning, and the job goes on"
+    assert len(done.stderr.splitlines()) == 1, "without an agent one warning, and the job goes on"
 
 
 def test_a_process_without_torch_loads_nothing_of_rolecall(tmp_path: Path) -> None:
@@ -71,4 +71,4 @@ def test_a_shell_takes_over_the_environment(tmp_path: Path) -> None:
     argv = ["sh", "-c", f'eval "$({sys.executable} -m rolecall env)"; echo "$ROLECALL_AUTOSTART $PYTHONPATH"']
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     enabled, path = done.stdout.split()
-    assert enabled == "1" and path.endswith("agent/autostart/hook")
+    assert enabled == "1" and path.split(os.pathsep)[0].endswith("agent/autostart/hook")

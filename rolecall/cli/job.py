@@ -21,7 +21,7 @@ app = Commands()
     ),
 )
 def execute(
-    command: Annotated[list[str], typer.Argument(help="The job's command, unchanged.", metavar="-- COMMAND...")],
+    command: Annotated[list[str], typer.Argument(help="The job's command, unchanged.", metavar="-- COMMAND")],
 ) -> None:
     """Run a training job whose ranks report their steps.
 

@@ -269,6 +269,11 @@ def start(
             _previous_excepthook, sys.excepthook = sys.excepthook, _excepthook
 
 
+def is_started() -> bool:
+    """Whether `start` was called in this process."""
+    return _ticker is not None
+
+
 def _look_for_agent() -> str:
     """Why there is none; empty if it was found. Holds `_starting`. Never raises."""
     global _find_agent

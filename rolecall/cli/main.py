@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, simulate, watch
+from rolecall.cli import dashboard, diagnose, grafana, job, node, notify, operators, run, simulate, watch
 from rolecall.cli.options import HelpGroup, out
 from rolecall.core.errors import (
     CommandRefused,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 class RootHelp(HelpGroup):
     panels = {  # noqa: RUF012
-        "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "doctor", "notify"),
+        "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "exec", "env", "doctor", "notify"),
         "Act": ("pause", "resume", "replace", "approve", "reject", "hold", "lift", "review", "node"),
         "Run": ("demo", "run", "up", "down", "inject"),
         "Offline": ("diagnose", "fit", "simulate", "replay", "audit"),
@@ -68,7 +68,7 @@ def _complain(error: object) -> None:
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
-for part in (run.app, operators.app, diagnose.app, run.results, node.app, dashboard.app):
+for part in (run.app, operators.app, diagnose.app, run.results, node.app, job.app, dashboard.app):
     app.add_typer(part)
 for name, group in (
     ("watch", watch.watch),

@@ -12,14 +12,16 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import is_standby
-from rolecall.core.text import in_words
+from rolecall.core.text import counted, in_words
 from rolecall.recovery.advice import WATCHED
+from rolecall.recovery.borrowing import remaining
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
+LENDER = "lender"
 MODE = "mode"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
@@ -94,7 +96,26 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
-    return _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation) or PASSED
+    return (
+        _lenders(plan, situation)
+        or _peer_evidence(plan, incident, situation)
+        or _limits(plan, incident, situation)
+        or PASSED
+    )
+
+
+def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:
+    """What may have changed since the plan was made: the lenders, and how many rollouts serve beside them."""
+    for lender in plan.lent:
+        seen = situation.fleet.find(lender.replica)
+        if seen is None or not seen.living or seen.desired_incarnation != lender.incarnation:
+            because = f"the plan ends {lender.replica}#{lender.incarnation}, which no longer runs"
+            return GuardResult(LENDER, because, page_oncall=True)
+    left, at_least = remaining(situation.fleet, plan.lent), situation.config.rollouts_min
+    if plan.lent and left < at_least:
+        because = f"{counted(left, 'rollout')} would go on serving, at least {at_least} must (recovery.rollouts_min)"
+        return GuardResult(LENDER, because, page_oncall=True)
+    return None
 
 
 def _is_new_already(target: PlanTarget, newest: int, plan: Plan, incident: Incident) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.journal.payloads import EvidenceCollected
 
 
@@ -33,6 +33,9 @@ class Detector(Protocol):
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this one are being replaced: their end is no fault."""
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        """Replica -> what its newest samples show that it holds and has."""
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         """What the detectors have read, as JSON, stored with an incident for replay. In a large fleet only the suspects

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.errors import JournalError
 from rolecall.core.faults import Remedy
 from rolecall.core.journal.events import EventKind
@@ -178,6 +178,15 @@ class FaultTolerantDetector:
         except Exception:
             # Deliberate: recovery continues; a diagnosis of an old incarnation has no effect.
             logger.exception("the detector failed to forget %s", replica)
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        """What the replicas hold and have; empty if the detector fails."""
+        try:
+            return dict(self._detector.loads())
+        except Exception:
+            # Deliberate: a decision without loads is still a decision.
+            logger.exception("the detector failed to return the loads of replicas")
+            return {}
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         """What the detectors have read about the suspects; empty if they fail."""

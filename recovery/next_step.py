@@ -27,7 +27,15 @@ from rolecall.core.journal.payloads import (
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
 from rolecall.recovery.guards import GuardResult, Progress, Situation, check
-from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import (
+    UNDER_REPAIR,
+    ActionFailure,
+    Attempt,
+    Decision,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
 from rolecall.recovery.policy import PolicyInput, leaves_node
 
 CLEAR_SECONDS = 5.0
@@ -276,6 +284,13 @@ def _page_oncall(incident: Incident, topic: str, because: str, situation: Situat
         return None
     paged = OncallPaged(topic=topic, because=because, channel=situation.channel)
     return Append(payload=paged, key=f"{incident.incident_id}:page:{topic}")
+
+
+def needs_node(incident: Incident) -> bool:
+    """Whether an open incident is at work on the fleet, or may need a free node."""
+    if incident.state in UNDER_REPAIR or incident.state is S.OPEN:
+        return True
+    return incident.attempt is not None and incident.attempt.plan.action is ActionKind.REPLACE_NODE
 
 
 def superseded(incident: Incident, incidents: Sequence[Incident]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import PANEL
@@ -203,6 +203,21 @@ class LiveDetector:
             return True
         of_role = self._fleet.roster.of_role(role).values()
         return any(s.first_wall <= since and not self._is_over(s) for s in of_role)
+
+    def loads(self) -> dict[str, ReplicaLoad]:
+        """Of every replica that was sampled. The ranks of an engine hold the same requests."""
+        found: dict[str, ReplicaLoad] = {}
+        for s in self._fleet.current():
+            if s.sample is None or s.gone:
+                continue
+            before = found.get(s.replica, ReplicaLoad())
+            found[s.replica] = ReplicaLoad(
+                requests=max(before.requests or 0, s.sample.requests_active) if s.reports else before.requests,
+                tokens=max(before.tokens or 0, s.sample.tokens_held) if s.reports else before.tokens,
+                rss_bytes=before.rss_bytes + s.sample.rss_bytes,
+                available_bytes=self._fleet.available_bytes.get(s.node),
+            )
+        return found
 
     def processes(self) -> list[MonitoredProcess]:
         """All monitored processes, newest incarnations only."""

@@ -92,11 +92,13 @@ def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
         records = sorted((a for (r, _), a in fleet.actual.items() if r == replica), key=lambda a: a.incarnation)
         endings = [i for a in records if (i := _ending(fleet, desired, a)) is not None]
         found += endings
-        if desired is None or endings or _old_remains(fleet, desired, records):
+        if desired is None or desired.lent or endings or _old_remains(fleet, desired, records):
             continue
         current = next((a for a in records if a.incarnation == desired.incarnation), None)
         if current is None:
             beginning = _beginning(fleet, desired, promoted)
+            if isinstance(beginning, Start) and _lender_remains(fleet, beginning.node):
+                continue
             found.append(beginning)
             if isinstance(beginning, Promote):
                 promoted.add((beginning.standby, beginning.standby_incarnation))
@@ -124,7 +126,8 @@ def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> Rec
     if desired is None and (living or alive):
         return step(StopReplica, "it is no longer desired")
     if desired is not None and record.incarnation < desired.incarnation and (living or alive):
-        return step(KillSuperseded, f"incarnation {desired.incarnation} takes its place: {desired.because}")
+        takes_its_place = "" if desired.lent else f"incarnation {desired.incarnation} takes its place: "
+        return step(KillSuperseded, takes_its_place + desired.because)
     return None
 
 
@@ -133,6 +136,16 @@ def _old_remains(fleet: ClusterState, desired: Desired, records: Iterable[Actual
     older = [a for a in records if a.incarnation < desired.incarnation]
     keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
     return any(k in fleet.alive or k in fleet.busy for k in keys)
+
+
+def _lender_remains(fleet: ClusterState, node: NodeId) -> bool:
+    """Whether a process of the replica that lends `node` may still run there, with its memory and its devices."""
+    lenders = {replica for replica, desired in fleet.desired.items() if desired.lent}
+    return any(
+        key in fleet.alive or key in fleet.busy
+        for key, record in fleet.actual.items()
+        if record.node == node and record.replica in lenders and record.state is not ReplicaState.STOPPED
+    )
 
 
 def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
@@ -175,6 +188,7 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
     # Not before every other replica has its process: another start would slow a recovery in progress.
     working = {key for key, a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = (d for r, d in fleet.desired.items() if not is_standby(r))
+    # A free node is first that of a replica that has lent its own: then this condition does not hold.
     if not all((d.replica, d.incarnation) in working for d in others):
         return None
     node = next((n for n in free_nodes(fleet) if n not in taken), None)
@@ -223,3 +237,26 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
             f"each trainer, rollout and standby has its own): {', '.join(lacking)}"
         )
     return placed
+
+
+def placed_again(
+    placed: Mapping[ReplicaId, NodeId],
+    last: Mapping[ReplicaId, Desired],
+    nodes: Iterable[NodeId],
+    quarantined: Collection[NodeId],
+) -> dict[ReplicaId, NodeId]:
+    """Placement of a run that is started again. `placed`: as at first. What was on a quarantined node gets a free one,
+    else that of a replica that has lent its own (`last`: desired before), which then stays without one."""
+    lenders = [r for r in placed if r in last and last[r].lent]
+    found = dict(placed)
+    free = [n for n in nodes if n not in quarantined and n not in placed.values()]
+    free += [placed[r] for r in lenders if placed[r] not in quarantined]
+    for replica, node in placed.items():
+        if node in quarantined and free and replica not in lenders:
+            found[replica] = free.pop(0)
+    for replica in lenders:
+        used = {node for r, node in found.items() if r != replica}
+        if found[replica] in used or found[replica] in quarantined:
+            left = [n for n in free if n not in used]
+            found[replica] = left[0] if left else NodeId("")
+    return found

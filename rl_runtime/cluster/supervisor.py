@@ -43,9 +43,11 @@ from rolecall.rl_runtime.cluster.reconcile import (
     Start,
     StopReplica,
     place,
+    placed_again,
     reconcile,
 )
 from rolecall.rl_runtime.device import Hardware, device_of, found_hardware, num_gpus
+from rolecall.rl_runtime.memory_estimate import host_bytes_by_role, needs
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -55,6 +57,7 @@ from rolecall.rl_runtime.processes import (
     stop_run,
 )
 from rolecall.rl_runtime.protocol.membership import GONE
+from rolecall.rl_runtime.tasks.check import model_size
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +172,7 @@ class Supervisor:
         self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
+        self._device = device
         self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
@@ -192,7 +196,7 @@ class Supervisor:
             self._continue_run()
         else:
             self._write_run(place(self.job))
-        replicas = [r for r in self.journal.desired() if not is_standby(r)]
+        replicas = [r for r, wanted in self.journal.desired().items() if not is_standby(r) and not wanted.lent]
         argv = [sys.executable, "-m", "rolecall.rl_runtime.trainer.model", str(self.run.path)]
         preparing, _ = start_process(self.run, "prepare", argv, self.run.logs / "prepare.log", OMP_NUM_THREADS="1")
         self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
@@ -228,6 +232,8 @@ class Supervisor:
             nodes=tuple(self.nodes),
             num_steps=self.job.num_steps,
             ranks=self.job.runtime.ranks(),
+            gpus={node: len(names) for node, names in self.cluster.gpus.items()},
+            memory_bytes=self._estimated_bytes(),
         )
         self.journal.append(started, key="run-started")
         for replica, node in placed.items():
@@ -243,14 +249,19 @@ class Supervisor:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
         because = "the run is started again"
         self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
-        last, placed = self.journal.desired(), place(self.job)
-        quarantined = quarantined_nodes(self.journal)
-        spare = [n for n in self.nodes if n not in quarantined and n not in placed.values()]
-        placed |= {r: spare.pop(0) for r, n in placed.items() if n in quarantined and spare}
-        for replica, node in placed.items():
+        last = self.journal.desired()
+        for replica, node in placed_again(place(self.job), last, self.nodes, quarantined_nodes(self.journal)).items():
             number = last[replica].incarnation if replica in last else 0  # cut off before it was wanted
             anew = Desired(replica=replica, incarnation=number + 1, node=node, prefer_standby=False, because=because)
             self.journal.set_desired(anew, expect_incarnation=number)
+
+    def _estimated_bytes(self) -> dict[str, int]:
+        """Host memory of a replica of each role at its peak; empty where the model's files do not tell."""
+        try:
+            return host_bytes_by_role(needs(self.job, model_size(self.job), self._device))
+        except (ConfigError, OSError) as e:
+            logger.warning("no estimate of memory: %s", e)
+            return {}
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
         deadline = self.clock.monotonic() + PREPARE_SECONDS

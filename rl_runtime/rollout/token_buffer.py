@@ -184,6 +184,11 @@ class TokenBuffer:
         return len(self._held)
 
     @property
+    def num_tokens(self) -> int:
+        """Of all requests that are held, prefixes included."""
+        return self._num_tokens
+
+    @property
     def tokens_generated(self) -> int:
         """Tokens generated since this process started."""
         return self._generated

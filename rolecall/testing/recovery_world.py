@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
@@ -94,10 +94,18 @@ class FakeRuntime:
         now = self.clock.monotonic()
         for replica, desired in self.journal.desired().items():
             process = self.processes.get(replica)
-            if process is None or desired.incarnation > process.incarnation:
+            if desired.lent:
+                self._end(replica, process)
+            elif process is None or desired.incarnation > process.incarnation:
                 self._start(replica, desired, now)
             elif now >= process.next_at and process.state in (ReplicaState.STARTING, ReplicaState.READY):
                 self._advance(replica, process, now)
+
+    def _end(self, replica: str, process: _FakeReplicaProcess | None) -> None:
+        if process is not None and process.state not in (ReplicaState.STOPPED, ReplicaState.LOST):
+            self.replaced.append((replica, process.incarnation))
+            process.state = ReplicaState.STOPPED
+            self._write(replica, because="replaced")
 
     def _start(self, replica: str, desired: Desired, now: float) -> None:
         before = self.processes.get(replica)
@@ -156,6 +164,7 @@ class FakeDetector:
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
         self.without_process: set[str] = set()  # replicas
+        self.known_loads: dict[str, ReplicaLoad] = {}
 
     def observe(self, observation: Any) -> list[Diagnosis]:
         del observation
@@ -193,6 +202,9 @@ class FakeDetector:
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        return self.known_loads
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         return {"at": self.runtime.clock.wall()}

@@ -20,17 +20,19 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     ActionStarted,
     ComponentRestarted,
+    NodeLent,
     ReplicaReady,
     RequestsReassigned,
     StepCommitted,
     StepInterrupted,
+    WeightsAdmitted,
 )
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
@@ -232,10 +234,45 @@ class IncidentSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LentTime:
+    """Time in which a rollout did not work because it had lent its node. Wall seconds; None: it has not yet served
+    again."""
+
+    replica: str
+    incarnation: int  # that ended
+    since: float
+    until: float | None = None
+    incident_id: str = ""
+
+
+@dataclass
+class LentReplicas:
+    """Replicas without a node of their own, event by event. Owned by one reader."""
+
+    open: dict[str, LentTime] = field(default_factory=dict)
+
+    def take(self, event: Event) -> LentTime | None:
+        """Returns the time of a replica that serves again."""
+        match event.payload:
+            case NodeLent() as said:
+                self.open[said.replica] = LentTime(
+                    replica=said.replica,
+                    incarnation=said.incarnation,
+                    since=event.wall_at,
+                    incident_id=event.incident_id or "",
+                )
+            case WeightsAdmitted() as said if said.replica in self.open:
+                if said.incarnation > self.open[said.replica].incarnation:
+                    return replace(self.open.pop(said.replica), until=event.wall_at)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedIncidents:
     summaries: tuple[IncidentSummary, ...] = ()
     missed: tuple[InjectedFault, ...] = ()
     false_alarms: tuple[str, ...] = ()  # incident ids
+    lent: tuple[LentTime, ...] = ()
 
 
 def summarize_incidents(
@@ -257,7 +294,14 @@ def summarize_incidents(
     summaries = [
         _work_lost(replace(s, replacements=_replacements(s.incident, known)), work, steps_undone or {}) for s in found
     ]
-    return MatchedIncidents(summaries=tuple(summaries), missed=tuple(missed), false_alarms=tuple(false_alarms))
+    replicas = LentReplicas()
+    over = [lent for e in events if (lent := replicas.take(e)) is not None]
+    return MatchedIncidents(
+        summaries=tuple(summaries),
+        missed=tuple(missed),
+        false_alarms=tuple(false_alarms),
+        lent=(*over, *replicas.open.values()),
+    )
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
@@ -270,7 +314,8 @@ def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
         if isinstance(event.payload, ComponentRestarted) and event.payload.what == "supervisor":
             named |= ready
         if isinstance(event.payload, ActionStarted):
-            named |= {(t.replica, t.incarnation) for t in event.payload.plan.targets}
+            plan = event.payload.plan
+            named |= {(t.replica, t.incarnation) for t in (*plan.targets, *plan.lent)}
     return frozenset(named)
 
 
@@ -358,6 +403,7 @@ def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int,
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
     affected = {s.replica for s in suspects if s.replica} | summary.affected | summary.restarted.keys()
+    affected |= {str(t.replica) for a in summary.incident.attempts if a.started_at for t in a.plan.lent}
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf
     during = work.between(since, until)

@@ -304,7 +304,8 @@ def test_two_deaths_on_first_start_are_not_hardware(world: World) -> None:
     assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
 
 
-def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> None:
+def test_a_replacement_that_never_works_moves_to_another_node(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
     world.runtime.starts_that_hang["rollout/1"] = 1
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)

@@ -78,7 +78,8 @@ def test_a_watch_that_lost_the_lease_does_nothing(world: World, action: ActionKi
     assert desired(world, "rollout/1").incarnation == 1 and world.journal.flag("stop") is None
 
 
-def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> None:
+def test_moving_chooses_another_node_and_a_repetition_the_same(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
     actuator, lease = RayRuntime(world.journal), take(world)
     moved = plan(("rollout/1", 1, "node-4"), action=A.REPLACE_NODE)
     actuator.perform(moved, lease)

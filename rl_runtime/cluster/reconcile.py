@@ -10,7 +10,7 @@ an incarnation that is desired and alive.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NotEnoughNodes
@@ -34,8 +34,9 @@ class ClusterState:
     actual: Mapping[Incarnation, Actual]
     alive: Collection[Incarnation]  # incarnations with a running process
     busy: Collection[Incarnation]  # being started, promoted or ended by an operation
-    nodes: Sequence[NodeId]  # nodes that can host a standby
+    nodes: Sequence[NodeId]  # that live
     quarantined: Collection[NodeId] = ()  # of these, nodes that only get replicas placed there explicitly by recovery
+    too_small: Mapping[str, Collection[NodeId]] = field(default_factory=dict)  # of these, by role of the standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,8 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
     # A free node is first that of a replica that has lent its own: then this condition does not hold.
     if not all((d.replica, d.incarnation) in working for d in others):
         return None
-    node = next((n for n in free_nodes(fleet) if n not in taken), None)
+    small = fleet.too_small.get(split_replica(current.replica)[0], ())
+    node = next((n for n in free_nodes(fleet) if n not in taken and n not in small), None)
     if node is None:
         return None
     return RefillStandby(

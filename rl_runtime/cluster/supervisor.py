@@ -333,14 +333,15 @@ class Supervisor:
             actual=actual,
             alive=alive,
             busy=busy,
-            nodes=[n for n in self.nodes if n not in dead_nodes and self._can_host_standby(n)],
+            nodes=[n for n in self.nodes if n not in dead_nodes],
             quarantined=quarantined_nodes(self.journal),
+            too_small={role: self._too_small(role) for role in STANDBY_ROLES},
         )
 
-    def _can_host_standby(self, node: NodeId) -> bool:
-        gpus, runtime = self.cluster.gpus, self.job.runtime
-        ranks = (runtime.computing_ranks()[role] for role, number in runtime.num_standbys().items() if number)
-        return not gpus or len(gpus.get(node, ())) >= max(ranks, default=0)
+    def _too_small(self, role: str) -> list[NodeId]:
+        """Nodes with fewer GPUs than a standby of this role has ranks."""
+        gpus, ranks = self.cluster.gpus, self.job.runtime.computing_ranks()[role]
+        return [n for n in self.nodes if len(gpus.get(n, ())) < ranks] if gpus else []
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
         """Ends workers of dead raylets, which outlive them briefly, so that no two processes of one incarnation run."""

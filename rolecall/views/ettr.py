@@ -7,9 +7,9 @@ recover and the rollouts run, a window counts
 
 because the rollouts continue to generate. The paper does not define the cost of a lost rollout. Here, while k of the
 rollouts are lost, the window counts (num_rollouts - k + active trainers) / (num_rollouts + num_trainers), so the result
-is never higher than the paper's. A rollout that has lent its node is lost, too. From the fault until the interrupted step is committed, no trainer counts; from then
-until the replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does some
-work.
+is never higher than the paper's. A rollout that has lent its node is lost, too. From the fault until the interrupted
+step is committed, no trainer counts; from then until the replacement serves, the survivors do. A replica slowed by a
+fault counts as lost, although it still does some work.
 
 The time runs from the first membership epoch with a trainer and a rollout until now (`counted_until`); of an ended run
 to its last committed step. An open incident costs its suspects from the onset until now.

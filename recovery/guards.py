@@ -22,6 +22,7 @@ HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
 LENDER = "lender"
+COMMITS = "commits"
 MODE = "mode"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
@@ -45,10 +46,12 @@ class Situation:
     ended: str | None = None  # why the run is over
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
+    waiting: frozenset[str] = frozenset()  # replicas that are healthy and have no work
     fates: Mapping[Suspect, tuple[Fate, str]] | None = None
     """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
     code_survives: bool = True  # in mode observe: a process whose code failed still runs
     channel: str = NO_CHANNEL
+    committed_at: float | None = None  # of the newest committed step, where the plan is a restart
 
     @property
     def observing(self) -> bool:
@@ -97,11 +100,23 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
     return (
-        _lenders(plan, situation)
+        _commits(plan, incident, situation)
+        or _lenders(plan, situation)
         or _peer_evidence(plan, incident, situation)
         or _limits(plan, incident, situation)
         or PASSED
     )
+
+
+def _commits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
+    """A restart may have waited, and the job works by now without the replica at fault."""
+    made_at, committed_at = incident.attempt.made_at if incident.attempt else None, situation.committed_at
+    if not plan.action.is_restart or situation.config.scope == "job" or None in (made_at, committed_at):
+        return None
+    if committed_at <= made_at:  # type: ignore[operator]  # neither is None
+        return None
+    because = f"a step was committed after it was planned to {in_words(plan.action)}: nothing healthy is restarted"
+    return GuardResult(COMMITS, because, page_oncall=True)
 
 
 def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:

@@ -24,6 +24,9 @@ class Detector(Protocol):
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether `replica` is seen to finish work at this or a later incarnation, and what was seen, as text."""
 
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        """Whether `replica` is healthy at this or a later incarnation and has no work: no progress is due of it."""
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         """What became of the process that a diagnosis names (of its replica, where it names no process), and what was
         seen."""

@@ -143,6 +143,16 @@ class FaultTolerantDetector:
                 progress[replica] = (False, f"progress unknown ({type(e).__name__}: {e})")
         return progress
 
+    def waiting(self, incident: Incident) -> frozenset[str]:
+        """Replicas of an incident that are healthy and have no work, of which therefore no progress is due."""
+        concerned = {**incident.named, **incident.touched}
+        try:
+            return frozenset(r for r, incarnation in concerned.items() if self._detector.waits(r, incarnation or 0))
+        except Exception:
+            # Deliberate: of what is unknown, progress is due.
+            logger.exception("the detector failed to tell which replicas wait for work")
+            return frozenset()
+
     def fates(self, incident: Incident) -> dict[Suspect, tuple[Fate, str]]:
         """What became of each process that the diagnosis names. Empty while that is unknown."""
         try:

@@ -50,7 +50,17 @@ from rolecall.recovery.incidents import (
 )
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
-from rolecall.recovery.next_step import Append, Decide, Perform, done, events_before_plan, failed, needs_node, next_step
+from rolecall.recovery.next_step import (
+    Append,
+    Decide,
+    Perform,
+    done,
+    events_before_plan,
+    failed,
+    needs_node,
+    next_step,
+    restart_waits,
+)
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, lost_nodes, question
@@ -440,9 +450,11 @@ class Watch:
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
             progress=self._detector.progress(incident),
+            waiting=self._detector.waiting(incident) if incident.state is IncidentState.VERIFYING else frozenset(),
             fates=self._detector.fates(incident) if observing else None,
             code_survives=not observing or self._detector.code_survives(incident),
             channel=self._notifier.channel,
+            committed_at=self._committed_at() if restart_waits(incident) else None,
         )
 
     def _fleet(self) -> FleetView:

@@ -37,7 +37,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, ReplicaLoad
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLES, is_standby
+from rolecall.core.membership import COMPUTING_ROLES, STANDBY_ROLES, is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.borrowing import BORROWER, choose_lenders
@@ -236,7 +236,7 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
         return _stop(facts)
     if OPERATOR not in diagnosis.detectors:
         if remedy is Remedy.WEIGH and not facts.past:
-            worth, arithmetic = slow_gain(diagnosis, facts.config)
+            worth, arithmetic = slow_gain(diagnosis, facts.config, num_restarted=_num_restarted(facts))
             return _replace(facts, arithmetic) if worth else _nothing(facts, arithmetic)
         if remedy is Remedy.PAGE:
             settle = f"; to settle it: {diagnosis.settle}" if diagnosis.settle else ""
@@ -245,22 +245,34 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
     return _replace(facts, diagnosis.because)
 
 
-def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
+def _num_restarted(facts: PolicyInput) -> int:
+    """Replicas whose work a plan for a slow one would cost: with the scope job those of all computing roles."""
+    restarts = facts.config.scope == "job" and ActionKind.RESTART_JOB in facts.performable
+    working = COMPUTING_ROLES - STANDBY_ROLES.keys()
+    return max(1, sum(r.role in working and not r.lent for r in facts.fleet.replicas)) if restarts else 1
+
+
+def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig, num_restarted: int = 1) -> tuple[bool, str]:
     """Whether replacing a slow replica pays off over the horizon, with the arithmetic.
 
     A replica slowed r times does horizon / r of its work; a replacement does horizon - cost. The gain is their
-    difference, horizon x (1 - 1/r) - cost, in seconds of this replica's healthy work.
+    difference, horizon x (1 - 1/r) - cost, in seconds of one replica's healthy work. A restart of the job costs that
+    of every replica.
     """
-    ratio, horizon, cost = diagnosis.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
+    ratio, horizon = diagnosis.gain_ratio, config.horizon_seconds
+    cost = config.replacement_cost_seconds * num_restarted
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
         return False, f"{diagnosis.because}; the gain of a replacement was not measured"
     if horizon is None:
         return False, f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
     gain = horizon * (1 - 1 / ratio)
+    costs = f"{cost:.0f} s"
+    if num_restarted > 1:
+        costs = f"{config.replacement_cost_seconds:.0f} s x {num_restarted} replicas = {costs}"
     sum_ = f"{horizon:.0f} s x (1 - 1/{ratio:.2f}) = {gain:.0f} s of its work"
     if gain > cost:
-        return True, f"{diagnosis.because}; replacing gains {sum_} for {cost:.0f} s of cost"
-    return False, f"replacing would gain {sum_}, less than the {cost:.0f} s it costs"
+        return True, f"{diagnosis.because}; replacing gains {sum_} for {costs} of cost"
+    return False, f"replacing would gain {sum_}, less than the {costs} it costs"
 
 
 def _nothing(

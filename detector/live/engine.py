@@ -172,6 +172,18 @@ class LiveDetector:
             return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
 
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        """Whether every rank of this replica runs at this incarnation or later, is not suspected, and has no work."""
+        ranks = [s for s in self._fleet.roster.of_replica(replica).values() if s.incarnation >= incarnation_min]
+        return bool(ranks) and all(self._waits(s) for s in ranks)
+
+    def _waits(self, subject: MonitoredProcess) -> bool:
+        if subject.gone or subject.sample is None or self._now - subject.seen_wall > FRESH_SECONDS:
+            return False
+        who = subject.replica, subject.incarnation
+        named = any(who == (s.replica, s.incarnation) for d in self._standing.values() for s in d.suspects)
+        return not named and subject.reports and not subject.progress_due
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         """What became of the process that a diagnosis names, or of its replica. Another process with the same rank is
         not that process. Unknown while an agent does not answer."""

@@ -164,6 +164,7 @@ class FakeDetector:
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
         self.without_process: set[str] = set()  # replicas
+        self.without_work: set[str] = set()  # replicas
         self.known_loads: dict[str, ReplicaLoad] = {}
 
     def observe(self, observation: Any) -> list[Diagnosis]:
@@ -189,6 +190,10 @@ class FakeDetector:
         process = self.runtime.processes[replica]
         moves = self.runtime.healthy(replica) and process.incarnation >= incarnation_min
         return moves, f"{replica}#{process.incarnation} {'works' if moves else 'does not work'}"
+
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        del incarnation_min
+        return replica in self.without_work
 
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         if suspect.replica in self.without_process:

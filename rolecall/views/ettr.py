@@ -184,12 +184,10 @@ def _loss_of_lender(lent: LentTime, fault: str, end: float) -> Loss:
 
 
 def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
-    """Of the replicas that a restart took down, each until it serves; trainers wait for the last of them."""
-    serving = {r.replica: r.serving_at for r in summary.replacements}
+    """Of the replicas that restarts took down, each until it serves; trainers wait for the last of them."""
     found = []
-    for replica, since in sorted(summary.restarted.items()):
-        at = serving.get(replica) if replica in serving else summary.ends_at
-        until = end if at is None else min(at, end)
+    for replica, since, serves_at in sorted(summary.restarts, key=lambda r: r[:2]):
+        until = end if serves_at is None else min(serves_at, end)
         found.append(
             Loss(
                 replica=replica,

@@ -124,6 +124,8 @@ class IncidentSummary:
     diagnosed_correctly: bool | None = None  # None without a fault
     further_faults: tuple[InjectedFault, ...] = ()  # hit this incident's own replacements: resolved with it, or not
     replacements: tuple[IncarnationRecord, ...] = ()  # that the newest plan requested
+    restarts: tuple[tuple[str, float, float | None], ...] = ()
+    """Replica, when a restart of its role or of the job took it down, and until when; None: it has not served since."""
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
     tokens_kept: int = 0
@@ -161,16 +163,6 @@ class IncidentSummary:
     def ends_at(self) -> float | None:
         """Close time; while it is open, `resolved_at`."""
         return self.incident.closed_at if self.incident.closed_at is not None else self.resolved_at
-
-    @property
-    def restarted(self) -> dict[str, float]:
-        """Replica -> when a restart of its role or of the job took it down."""
-        found: dict[str, float] = {}
-        for attempt in self.incident.attempts:
-            if attempt.started_at is not None and attempt.plan.action.is_restart:
-                for target in attempt.plan.targets:
-                    found.setdefault(target.replica, attempt.started_at)
-        return found
 
     @property
     def affected(self) -> set[str]:
@@ -292,7 +284,12 @@ def summarize_incidents(
     found, missed, false_alarms = _join([IncidentSummary(incident=i) for i in incidents], faults)
     work = _Work(events)
     summaries = [
-        _work_lost(replace(s, replacements=_replacements(s.incident, known)), work, steps_undone or {}) for s in found
+        _work_lost(
+            replace(s, replacements=_replacements(s.incident, known), restarts=_restarts(s.incident, known)),
+            work,
+            steps_undone or {},
+        )
+        for s in found
     ]
     replicas = LentReplicas()
     over = [lent for e in events if (lent := replicas.take(e)) is not None]
@@ -385,6 +382,23 @@ def _replacements(incident: Incident, known: Mapping[Key, IncarnationRecord]) ->
     return tuple(record for record in records if record is not None)
 
 
+def _restarts(
+    incident: Incident, known: Mapping[Key, IncarnationRecord]
+) -> tuple[tuple[str, float, float | None], ...]:
+    """Of every restart that was begun, also of one that failed: most of what it took down serves again."""
+    begun = [a for a in incident.attempts if a.started_at is not None]
+    found = []
+    for number, attempt in enumerate(begun):
+        for target in attempt.plan.targets if attempt.plan.action.is_restart else ():
+            record = known.get((target.replica, target.incarnation + 1))
+            later = [a for a in begun[number + 1 :] if target.replica in {t.replica for t in a.plan.targets}]
+            until = record.serving_at if record is not None else incident.closed_at
+            if until is None and later:
+                until = later[0].started_at
+            found.append((str(target.replica), attempt.started_at or 0.0, until))
+    return tuple(found)
+
+
 class _Work:
     """Work events by time, so that each incident reads only its own time span."""
 
@@ -402,7 +416,7 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | summary.affected | summary.restarted.keys()
+    affected = {s.replica for s in suspects if s.replica} | summary.affected | {r for r, _, _ in summary.restarts}
     affected |= {str(t.replica) for a in summary.incident.attempts if a.started_at for t in a.plan.lent}
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf

@@ -136,6 +136,13 @@ def test_a_restart_leaves_quarantined_nodes_each_replica_for_another_one(world: 
     assert all(d.node == f"node-{n}" for n, d in enumerate(now.values()) if n not in (4, 7))
 
 
+def test_a_restart_leaves_lost_nodes_that_are_not_quarantined(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
+    assert RayRuntime(world.journal).perform(RESTART, take(world), lost_nodes={"node-4"}).done
+    assert desired(world, "rollout/1").node == "node-8"
+    assert desired(world, "rollout/0").node == "node-3"
+
+
 def test_a_restart_that_has_no_node_left_changes_nothing(world: World) -> None:
     standby(world, "standby/0", "node-20")
     quarantine(world, *(f"node-{n}" for n in range(len(FLEET))))

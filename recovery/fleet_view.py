@@ -13,6 +13,8 @@ from rolecall.core.membership import COMPUTING_ROLES, STANDBY_ROLES, Actual, Des
 
 LIVING = (ReplicaState.READY, ReplicaState.SERVING)
 DEAD = (ReplicaState.LOST, ReplicaState.STOPPED)
+SHARING_ROLE = "reward"
+"""Its replicas need no device and may share a node with any other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,25 +92,25 @@ class FleetView:
         return tuple(r for r in self.replicas if r.role in STANDBY_ROLES and r.living)
 
     def on(self, node: str) -> tuple[ReplicaView, ...]:
-        """Replicas that occupy a node."""
-        return tuple(r for r in self.replicas if node in r.nodes)
+        """Replicas that need a node for themselves: all but reward workers."""
+        return tuple(r for r in self.replicas if node in r.nodes and r.role != SHARING_ROLE)
 
     def free_nodes(self, role: str, avoid: Iterable[str] = ()) -> list[NodeId]:
-        """Nodes without a replica, with the GPUs that a replica of `role` needs."""
+        """Nodes without such a replica, with the GPUs that a replica of `role` needs."""
         known = {*self.places.nodes, *(r.node for r in self.replicas)} - {"", *avoid}
         return sorted(NodeId(n) for n in known if not self.on(n) and self.places.has_gpus(n, role))
 
     def spare_node(self, role: str, avoid: frozenset[str], taken: Sequence[str] = ()) -> NodeId | None:
         """A node for a replica of `role` that must move: that of a standby of its role, else a free one. What computes
-        shares no node; other roles share the one with the fewest living replicas. `taken`: nodes just chosen for other
-        replicas."""
+        shares no node; other roles share the one with the fewest living replicas, so that free nodes stay free.
+        `taken`: nodes just chosen for other replicas."""
+        if role not in COMPUTING_ROLES:
+            shared = _emptiest((r.node for r in self.replicas if r.living and r.node not in avoid), taken)
+            if shared is not None:
+                return shared
         of_standbys = (r.node for r in self.standbys() if STANDBY_ROLES[r.role] == role)
-        for node in (*sorted(of_standbys), *self.free_nodes(role)):
-            if node not in avoid and node not in taken:
-                return node
-        if role in COMPUTING_ROLES:
-            return None
-        return _emptiest((r.node for r in self.replicas if r.living and r.node not in avoid), taken)
+        usable = (n for n in (*sorted(of_standbys), *self.free_nodes(role, avoid)) if n not in (*avoid, *taken))
+        return next(usable, None)
 
     def restart_node(self, role: str, avoid: frozenset[str], taken: Sequence[str] = ()) -> NodeId | None:
         """The same for a replica that is restarted: standbys stay where they are, so it gets a free node, else the one

@@ -193,7 +193,7 @@ def _died():  # type: ignore[no-untyped-def]
         (
             fleet(
                 lent("rollout/9"),
-                replace(view("reward/9", "node-3"), desired_incarnation=2, next_node="node-8"),
+                replace(view("trainer/9", "node-3"), desired_incarnation=2, next_node="node-8"),
                 places=RunPlaces(nodes=(*NODES, "node-8")),
             ),
             (),

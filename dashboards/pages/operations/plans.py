@@ -22,7 +22,7 @@ from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, Pla
 from rolecall.dashboards.data.incident_titles import title
 from rolecall.dashboards.data.reader import Reader
 from rolecall.recovery.actuators import STOP_FLAG, RayRuntime
-from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of
 from rolecall.recovery.guards import HOUR_SECONDS, Situation, check
 from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
@@ -280,7 +280,7 @@ class OperationsReader:
             watch=lease.holder if lease is not None and held else "",
             paused=journal.flag(PAUSED_FLAG),
             stopping=journal.flag(STOP_FLAG),
-            fleet=fleet_view(journal.desired(), journal.current()),
+            fleet=fleet_of(journal),
             nodes=started.as_(RunStarted).nodes if started else (),
             events=self._events,
         )

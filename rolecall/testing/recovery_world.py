@@ -59,7 +59,9 @@ class FakeRuntime:
         *,
         ready_seconds: float = 1.0,
         serving_seconds: float = 1.0,
+        shared_head: bool = False,
     ) -> None:
+        """`shared_head`: reward workers run on the first node, as in the bundled runtime."""
         self.journal, self.clock = journal, clock
         self.ready_seconds, self.serving_seconds = ready_seconds, serving_seconds
         self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before they are ready
@@ -69,7 +71,8 @@ class FakeRuntime:
         self.processes: dict[str, _FakeReplicaProcess] = {}
         self.replaced: list[tuple[str, int]] = []  # (replica, incarnation that was taken down), in order
         for number, replica in enumerate(replicas):
-            node = NodeId(f"node-{number}")
+            on_head = shared_head and replica.startswith("reward/")
+            node = NodeId(f"node-{0 if on_head else number}")
             journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=node))
             self.processes[replica] = _FakeReplicaProcess(
                 incarnation=1, state=ReplicaState.SERVING, next_at=0.0, was_ready=True

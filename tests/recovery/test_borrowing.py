@@ -1,5 +1,6 @@
 """A trainer that has lost its node gets that of a rollout: which one, what is written, and when the rollout is back."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +18,17 @@ from rolecall.recovery.actuators import RayRuntime
 from rolecall.recovery.borrowing import choose_lenders, comebacks
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.guards import LENDER
-from rolecall.recovery.incidents import IncidentOutcome
+from rolecall.recovery.incidents import ActionFailure, IncidentOutcome
 from rolecall.recovery.operators import commands, queries
 from rolecall.recovery.policy import PolicyInput, decide, lost_nodes
 from rolecall.testing.recovery_world import FLEET, diagnosis
 from rolecall.views.incidents import named_by_plans
-from tests.recovery.test_policy import ask, view
+from tests.recovery.test_policy import ask, failed, view
 from tests.recovery.world import World
+from tests.terminal.texts import status_text
 
 A, F, K = ActionKind, FaultClass, EventKind
-NODES = tuple(f"node-{n}" for n in range(len(FLEET)))
+NODES = ("node-0", *(f"node-{n}" for n, replica in enumerate(FLEET) if not replica.startswith("reward/")))
 LOST_NODE = "node-7"  # of trainer/1
 LOADS = {
     "rollout/0": ReplicaLoad(requests=2, tokens=900),
@@ -36,9 +38,10 @@ LOADS = {
 
 
 def fleet(*more: ReplicaView, places: RunPlaces | None = None, **states: ReplicaState) -> FleetView:
-    """`rollout_1=LOST`: its state. Every replica has a node of its own."""
+    """`rollout_1=LOST`: its state. Reward workers are on the first node, each other replica has one of its own."""
     of = {name.replace("_", "/"): state for name, state in states.items()}
-    rows = [view(r, f"node-{n}", state=of.get(r, ReplicaState.SERVING)) for n, r in enumerate(FLEET)]
+    homes = {r: 0 if r.startswith("reward/") else n for n, r in enumerate(FLEET)}
+    rows = [view(r, f"node-{n}", state=of.get(r, ReplicaState.SERVING)) for r, n in homes.items()]
     return FleetView(replicas=(*rows, *more), places=places or RunPlaces(nodes=NODES))
 
 
@@ -149,8 +152,11 @@ def test_a_rollout_neither_borrows_nor_shares_a_node() -> None:
     assert decision.page_oncall and "no standby of rollout is ready, and no node is free" in decision.plan.because
 
 
-def test_a_reward_worker_shares_a_node() -> None:
-    assert decide(ask(of_node(F.GPU, ("reward/0", "node-1")), view=fleet())).plan.action is A.REPLACE_NODE
+def test_a_reward_worker_shares_a_node_and_leaves_free_ones_free() -> None:
+    assert decide(ask(of_node(F.GPU, ("reward/0", "node-0")), view=fleet())).plan.action is A.REPLACE_NODE
+    seen = fleet(view("reward/2", "node-9"), places=RunPlaces(nodes=(*NODES, "node-8")))
+    assert seen.spare_node("reward", frozenset()) == "node-3"
+    assert seen.free_nodes("trainer") == ["node-8", "node-9"], "a reward worker needs no node for itself"
 
 
 def test_two_trainers_borrow_two_nodes_or_none() -> None:
@@ -162,20 +168,12 @@ def test_two_trainers_borrow_two_nodes_or_none() -> None:
 
 
 def test_a_replacement_that_has_left_the_faulty_node_borrows_no_second_one() -> None:
-    from tests.recovery.test_policy import failed
-
-    tried = replace(failed(replica="trainer/1", failure=_died()), action=A.REPLACE_NODE)
+    tried = replace(failed(replica="trainer/1", failure=ActionFailure.DIED), action=A.REPLACE_NODE)
     moved = replace(view("trainer/1", "node-4", desired=2, state=ReplicaState.LOST), started=True)
     rows = tuple(moved if r.replica == "trainer/1" else r for r in fleet().replicas if r.replica != "rollout/1")
     question = asked(FleetView(replicas=(*rows, lent("rollout/1")), places=RunPlaces(nodes=(*NODES,))))
     again = decide(replace(question, past=(tried,), quarantined_nodes=frozenset({LOST_NODE}))).plan
     assert again.action is A.REPLACE_REPLICA and again.lent == () and again.targets[0].node == "node-4"
-
-
-def _died():  # type: ignore[no-untyped-def]
-    from rolecall.recovery.incidents import ActionFailure
-
-    return ActionFailure.DIED
 
 
 @pytest.mark.parametrize(
@@ -226,6 +224,8 @@ def test_the_borrowed_node_works_and_is_given_back(tmp_path: Path) -> None:
     world.run(30, watch)
     assert len(world.incidents()) == 1, "a lent replica is neither lost nor silent"
     assert ("rollout/1", 1) in named_by_plans(world.journal.events())
+    shown = status_text(queries.status(run, world.clock))
+    assert re.search(r"rollout/1#1 +lent its node +node-4 to trainer/1", shown), shown
     assert queries.replay(run, world.only().incident_id)["same"] is True
     with pytest.raises(CommandRefused, match="rollout/1 has lent its node"):
         commands.replace(run, "rollout/1", "it is not here", "alice", world.clock)
@@ -287,7 +287,8 @@ def test_the_two_records_are_written_once_also_if_a_watch_dies_between_them(tmp_
     assert actuator.perform(plan, lease).done
     whole = world.journal.desired()
     if not written:  # as if only the lender's record had been written
-        other = World(tmp_path / "other", free_nodes=0) if (tmp_path / "other").mkdir() is None else world
+        (tmp_path / "other").mkdir()
+        other = World(tmp_path / "other", free_nodes=0)
         lease = other.journal.acquire("watch", "me", 5.0)
         assert lease is not None
         other.journal.set_desired(whole[ReplicaId("rollout/2")], lease=lease)
@@ -299,10 +300,8 @@ def test_the_two_records_are_written_once_also_if_a_watch_dies_between_them(tmp_
 
 
 def test_a_restart_leaves_a_lent_replica_out() -> None:
-    from tests.recovery.test_policy import failed
-
     rows = tuple(r for r in fleet().replicas if r.replica != "rollout/2")
-    died = replace(failed(_died()), action=A.REPLACE_REPLICA)
+    died = replace(failed(ActionFailure.DIED), action=A.REPLACE_REPLICA)
     view_ = FleetView(replicas=(*rows, lent("rollout/2")))
     supports = frozenset({A.REPLACE_REPLICA, A.REPLACE_NODE, A.RESTART_ROLE, A.RESTART_JOB})
     dead = replace(view("rollout/1", "node-4", desired=3, state=ReplicaState.LOST), started=True)

@@ -47,6 +47,9 @@ class Situation:
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
     waiting: frozenset[str] = frozenset()  # replicas that are healthy and have no work
+    worked: frozenset[str] = (
+        frozenset()
+    )  # replicas whose newest incarnation has finished work, and may have ended since
     fates: Mapping[Suspect, tuple[Fate, str]] | None = None
     """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
     code_survives: bool = True  # in mode observe: a process whose code failed still runs

@@ -27,6 +27,9 @@ class Detector(Protocol):
     def waits(self, replica: str, incarnation_min: int) -> bool:
         """Whether `replica` is healthy at this or a later incarnation and has no work: no progress is due of it."""
 
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        """Whether this incarnation has finished work, whatever became of it since."""
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         """What became of the process that a diagnosis names (of its replica, where it names no process), and what was
         seen."""

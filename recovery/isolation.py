@@ -153,6 +153,15 @@ class FaultTolerantDetector:
             logger.exception("the detector failed to tell which replicas wait for work")
             return frozenset()
 
+    def worked(self, replicas: Mapping[str, int | None]) -> frozenset[str]:
+        """Of these incarnations, those that have finished work."""
+        try:
+            return frozenset(r for r, i in replicas.items() if i is not None and self._detector.has_worked(r, i))
+        except Exception:
+            # Deliberate: what is unknown has not worked.
+            logger.exception("the detector failed to tell which replicas have worked")
+            return frozenset()
+
     def fates(self, incident: Incident) -> dict[Suspect, tuple[Fate, str]]:
         """What became of each process that the diagnosis names. Empty while that is unknown."""
         try:

@@ -274,6 +274,7 @@ class Watch:
             self._fleet(),
             reported_before=diagnosis.key in self._reported_at,
             reconsider=self._would_act(diagnosis),
+            worked=self._detector.worked({s.replica: s.incarnation for s in diagnosis.suspects if s.replica}),
         )
         self._reported_at[diagnosis.key] = now
         incident = self._projection.incidents.get(taken.incident_id)
@@ -451,6 +452,9 @@ class Watch:
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
             progress=self._detector.progress(incident),
             waiting=self._detector.waiting(incident) if incident.state is IncidentState.VERIFYING else frozenset(),
+            worked=self._detector.worked(incident.touched)
+            if incident.state is IncidentState.VERIFYING
+            else frozenset(),
             fates=self._detector.fates(incident) if observing else None,
             code_survives=not observing or self._detector.code_survives(incident),
             channel=self._notifier.channel,

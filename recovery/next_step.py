@@ -200,6 +200,7 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         fleet=situation.fleet,
         progress=situation.progress,
         waiting=situation.waiting,
+        own_faults=situation.worked - incident.at_fault(attempt.plan),
         done_at=attempt.done_at or situation.now,
         now=situation.now,
         verification_timeout_seconds=situation.config.verification_timeout_seconds * (1 + num_slow),
@@ -369,12 +370,14 @@ def verify(
     now: float,
     verification_timeout_seconds: float,
     waiting: frozenset[str] = frozenset(),
+    own_faults: frozenset[str] = frozenset(),
 ) -> Verification:
     """State of the performed plan at `now` (wall seconds): the replacement serves and makes progress, or it failed.
 
     The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
     replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work; one that
-    serves and still waits at the timeout has not failed.
+    serves and still waits at the timeout has not failed. `own_faults`: healthy replicas that a restart took down and
+    that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
     seen: list[str] = []
@@ -388,6 +391,8 @@ def verify(
         standby = is_standby(target.replica)
         if view is None:
             missing.append(f"{name} is no longer desired")
+        elif view.incarnation >= wanted and view.state in DEAD and target.replica in own_faults:
+            seen.append(f"{name} has worked; its end is another fault")
         elif view.incarnation >= wanted and view.state in DEAD:
             because = (
                 f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"

@@ -177,6 +177,11 @@ class LiveDetector:
         ranks = [s for s in self._fleet.roster.of_replica(replica).values() if s.incarnation >= incarnation_min]
         return bool(ranks) and all(self._waits(s) for s in ranks)
 
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        """Whether this incarnation has finished work, whatever became of it since."""
+        here = self._fleet.roster.of_replica(replica).values()
+        return any(s.incarnation == incarnation and s.worked > 0 for s in here)
+
     def _waits(self, subject: MonitoredProcess) -> bool:
         if subject.gone or subject.sample is None or self._now - subject.seen_wall > FRESH_SECONDS:
             return False

@@ -167,6 +167,7 @@ class FakeDetector:
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
         self.without_process: set[str] = set()  # replicas
+        self.known_to_have_worked: set[tuple[str, int]] = set()
         self.without_work: set[str] = set()  # replicas
         self.known_loads: dict[str, ReplicaLoad] = {}
 
@@ -197,6 +198,9 @@ class FakeDetector:
     def waits(self, replica: str, incarnation_min: int) -> bool:
         del incarnation_min
         return replica in self.without_work
+
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        return (replica, incarnation) in self.known_to_have_worked
 
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         if suspect.replica in self.without_process:

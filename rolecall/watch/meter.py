@@ -66,7 +66,7 @@ class MeteredDetector:
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
-        self.progressing, self.waits = detector.progressing, detector.waits
+        self.progressing, self.waits, self.has_worked = detector.progressing, detector.waits, detector.has_worked
         self.fate, self.survives = detector.fate, detector.survives
         self.forget, self.window, self.loads = detector.forget, detector.window, detector.loads
 

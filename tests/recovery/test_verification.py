@@ -102,3 +102,24 @@ def test_a_replica_that_gets_no_work_has_not_failed(
         verification_timeout_seconds=20.0,
     )
     assert (found.resolved, found.failure) == (resolved, failure)
+
+
+@pytest.mark.parametrize(("own", "failure"), [(frozenset({"rollout/2"}), None), (frozenset(), ActionFailure.DIED)])
+def test_a_healthy_replica_that_has_worked_and_ends_is_not_the_failure_of_a_restart(
+    own: frozenset[str], failure: ActionFailure | None
+) -> None:
+    names = ("rollout/1", "rollout/2")
+    targets = tuple(PlanTarget(replica=ReplicaId(n), incarnation=1, node=NodeId("n")) for n in names)
+    plan = Plan(incident_id=IncidentId("i"), action=ActionKind.RESTART_ROLE, targets=targets, because="")
+    fleet = FleetView(replicas=(view(names[0], "n", desired=2), view(names[1], "n", desired=2, state=R.LOST)))
+    progress = {"rollout/1": WORKS, "rollout/2": (False, "its process exited")}
+    found = verify(
+        plan,
+        fleet=fleet,
+        progress=progress,
+        own_faults=own,
+        done_at=100.0,
+        now=110.0,
+        verification_timeout_seconds=20.0,
+    )
+    assert (found.resolved, found.failure) == (failure is None, failure)

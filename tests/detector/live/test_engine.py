@@ -71,6 +71,7 @@ def test_loads_are_those_of_the_newest_samples() -> None:
     for o in fleet.run(5.0):
         detector.observe(o)
     assert "rollout/1" not in detector.loads() and not detector.waits("rollout/1", gone.incarnation)
+    assert detector.has_worked("rollout/1", gone.incarnation) and not detector.has_worked("rollout/1", 2)
 
 
 def test_who_waits_for_work() -> None:

@@ -174,9 +174,8 @@ def test_a_drain_lists_replicas_that_cannot_be_moved(tmp_path: Path) -> None:
     every = sorted({node_of(world, r) for r in world.runtime.processes})
     for node in every[1:]:
         commands.quarantine(run, node, "alice", "the whole rack", world.clock)
-    assert "no node is free for controller/0: on-call is paged" in commands.drain(
-        run, every[0], "alice", "and this", world.clock
-    )
+    said = commands.drain(run, every[0], "alice", "and this", world.clock)
+    assert "no node is free for controller/0, reward/0, reward/1: on-call is paged" in said
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == []
 

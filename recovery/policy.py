@@ -3,7 +3,7 @@
 The row of the fault's class in `core.faults.FAULTS` names the remedy:
 
     replace   replace the named incarnation of the replica, nothing else
-    move      the same, on another node, if there is one; for a trainer a rollout may end and lend its own (borrowing.py)
+    move      the same, on another node, if there is one; a rollout may lend its own to a trainer (borrowing.py)
     weigh     replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
     stop      stop the job, evict nothing: the same code would fail again anywhere
     page      no action; page on-call

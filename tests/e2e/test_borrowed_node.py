@@ -24,7 +24,7 @@ from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
 
-SETTINGS = ("runtime.standbys=0", "runtime.staleness_max=8")
+SETTINGS = ("runtime.standbys=0", "runtime.staleness_max=8", "roles.reward=1", "detector.first_unit_seconds=300")
 RECOVERY_SECONDS = 240.0
 WINDOW_SECONDS = 3.0
 WINDOW_STEPS = 2.5
@@ -92,16 +92,16 @@ def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: 
     args = ["--seed", "11", "--steps", "100000", "--faults", "none"]
     args += [word for s in SETTINGS for word in ("--set", s)]
     with demo_run(tmp_path, "borrowed", args) as run:
-        run.until_step(5, 200)
+        run.until_step(5, 400)
         told = command("node", "quarantine", FREE_NODE, "--run", str(run.path), "--reason", "it is kept back")
         assert told.returncode == 0, told.stderr
         counter = TokenCounter(RunDir(run.path))
         with counter.counting():
-            run.until_step(len(run.observer.steps) + 2, 60)
+            run.until_step(len(run.observer.steps) + 2, 120)
             lost_node, lost_at = _lose_node(run, "trainer/1")
             eventually(lambda: _serves(run, "trainer/1", 1), "trainer/1 on another node", seconds=RECOVERY_SECONDS)
             trains_at = time.time()
-            run.until_step(len(run.observer.steps) + 3, 60)
+            run.until_step(len(run.observer.steps) + 3, 120)
         (lent,) = run.observer.events("node_lent")
         assert lent["to"] == "trainer/1" and lent["node"] != lost_node
         assert f"no node is free; {lent['replica']}#1 lends {lent['node']}: it holds " in lent["because"]
@@ -125,7 +125,7 @@ def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: 
         eventually(lambda: _serves(run, lent["replica"], 1), f"{lent['replica']} again", seconds=RECOVERY_SECONDS)
         (resumed,) = run.observer.events("lender_resumed")
         assert (resumed["replica"], resumed["node"]) == (lent["replica"], FREE_NODE)
-        run.until_step(len(run.observer.steps) + 3, 60)
+        run.until_step(len(run.observer.steps) + 3, 120)
         named = {s["replica"] for e in run.observer.events("incident_opened") for s in e["diagnosis"]["suspects"]}
         assert named <= {"trainer/1", ""}, "what was lent is not lost"
         os.kill(run.process.pid, signal.SIGINT)

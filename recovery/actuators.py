@@ -5,18 +5,19 @@ repeating a plan after a crash at any point has no further effect. It acts under
 refuses when a newer lease exists.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
-from rolecall.core.ids import ReplicaId, split_replica
+from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import JobStopRequested
+from rolecall.core.journal.payloads import JobStopRequested, LenderResumed, NodeLent
 from rolecall.core.membership import STANDBY_ROLES, Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words
+from rolecall.recovery.borrowing import BORROWER, Comeback
 from rolecall.recovery.fleet_view import fleet_of
 
 STOP_FLAG = "stop"
@@ -44,9 +45,13 @@ class Actuator(Protocol):
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         """Side effects of the plan on other replicas, as text."""
 
-    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        """Performs the plan, or finds it performed. Raises LeaseFenced: `lease` is over; another watch is the recovery
-        leader; ActuatorError: this actuator does not support the plan."""
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
+        """Performs the plan, or finds it performed. `lost_nodes`: nothing is placed there, as on quarantined ones.
+        Raises LeaseFenced: `lease` is over; another watch is the recovery leader; ActuatorError: this actuator does not
+        support the plan."""
+
+    def resume(self, comeback: Comeback, lease: Lease) -> None:
+        """Starts a replica again that had lent its node. Raises LeaseFenced: as above."""
 
 
 class NoopActuator:
@@ -59,9 +64,13 @@ class NoopActuator:
         del plan
         return ()
 
-    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        del lease
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
+        del lease, lost_nodes
         raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
+
+    def resume(self, comeback: Comeback, lease: Lease) -> None:
+        del lease
+        raise ActuatorError(f"{self.name} cannot start {comeback.replica}")
 
 
 class RayRuntime:
@@ -91,7 +100,7 @@ class RayRuntime:
         quarantined = quarantined_nodes(self._journal)
         fleet = fleet_of(self._journal)
         free = [s for s in fleet.standbys() if s.node not in quarantined]
-        found = []
+        found = [f"{lender.replica} ends and lends {lender.node}" for lender in plan.lent]
         for target in plan.targets:
             view = fleet.find(target.replica)
             if view is not None and view.partner:
@@ -104,19 +113,21 @@ class RayRuntime:
                 found.append(f"{standby.replica} becomes {target.replica}")
         return tuple(found)
 
-    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
         if plan.action not in self.supports:
             raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
         if plan.action is ActionKind.STOP_JOB:
             return self._stop(plan, lease)
         before = self._journal.desired()
-        for target in plan.targets:
+        for target in (*plan.lent, *plan.targets):
             current = before.get(target.replica)
             if current is None or not (current.incarnation == target.incarnation or _is_done(current, target, plan)):
                 now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
                 because = f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
                 return ActionResult(done=False, because=because)
-        for record in self._records(plan, before, lease):  # all of them are known before the first is written
+        # All of them are known before the first is written.
+        records = self._records(plan, before, lease, frozenset(lost_nodes))
+        for record in (*self._lenders(plan, before, records, lease), *records):
             if not self._journal.set_desired(record, expect_incarnation=record.incarnation - 1, lease=lease):
                 return ActionResult(done=False, because=f"{record.replica} was replaced concurrently")
         after = self._journal.desired()
@@ -131,14 +142,63 @@ class RayRuntime:
         self._journal.set_flag(STOP_FLAG, plan.because)
         return ActionResult(done=True, because="requested the job to stop")
 
-    def _records(self, plan: Plan, before: Mapping[ReplicaId, Desired], lease: Lease) -> list[Desired]:
+    def resume(self, comeback: Comeback, lease: Lease) -> None:
+        record = Desired(
+            replica=comeback.replica,
+            incarnation=comeback.incarnation,
+            node=comeback.node,
+            prefer_standby=False,
+            fence=lease.fence,
+            because=comeback.because,
+        )
+        # The event first: without its record the next watch finds the same, or another, node free.
+        event = LenderResumed(
+            replica=record.replica, incarnation=record.incarnation, node=record.node, because=record.because
+        )
+        self._journal.append(event, key=f"resumed:{record.replica}#{record.incarnation}:{record.node}", lease=lease)
+        self._journal.set_desired(record, expect_incarnation=record.incarnation - 1, lease=lease)
+
+    def _lenders(
+        self, plan: Plan, before: Mapping[ReplicaId, Desired], records: list[Desired], lease: Lease
+    ) -> list[Desired]:
+        """The lenders' records that are still to be written, each with its event."""
+        borrowers = {record.node: record.replica for record in sorted(records, key=lambda r: r.replica)}
+        found = []
+        for lender in plan.lent:
+            if _is_done(before[lender.replica], lender, plan):
+                continue
+            to = borrowers.get(lender.node, ReplicaId(BORROWER))
+            lent = NodeLent(
+                replica=lender.replica,
+                incarnation=lender.incarnation,
+                node=lender.node,
+                to=to,
+                because=plan.because,
+            )
+            key = f"{plan.incident_id}:lent:{lender.replica}#{lender.incarnation}"
+            self._journal.append(lent, incident_id=plan.incident_id, key=key, lease=lease)
+            record = Desired(
+                replica=lender.replica,
+                incarnation=lender.incarnation + 1,
+                node=NodeId(""),
+                fence=lease.fence,
+                because=f"it lends {lender.node} to {to}: {plan.because}",
+                incident_id=plan.incident_id,
+            )
+            found.append(record)
+        return found
+
+    def _records(
+        self, plan: Plan, before: Mapping[ReplicaId, Desired], lease: Lease, lost_nodes: frozenset[str]
+    ) -> list[Desired]:
         """What is still to be written of the plan. Raises ActuatorError: a replica must move and no node is left."""
-        fleet, quarantined = fleet_of(self._journal), quarantined_nodes(self._journal)
+        fleet, unusable = fleet_of(self._journal), quarantined_nodes(self._journal) | lost_nodes
         restarts = plan.action.is_restart
         # A restart names healthy nodes too.
-        avoid = frozenset(quarantined if restarts else quarantined | {t.node for t in plan.targets})
+        avoid = frozenset(unusable if restarts else unusable | {t.node for t in plan.targets})
         choose = fleet.restart_node if restarts else fleet.spare_node
         due = [t for t in plan.targets if not _is_done(before[t.replica], t, plan)]
+        loans = [t.node for t in plan.lent if t.node not in {before[b.replica].node for b in plan.targets}]
         # Nodes that this plan has already given to replicas, also before a crash of the watch.
         given = {t.replica: before[t.replica].node for t in plan.targets if t not in due}
         taken = [given[t.replica] for t in plan.targets if t not in due and given[t.replica] != t.node]
@@ -146,11 +206,13 @@ class RayRuntime:
         for target in due:
             node, view = target.node, fleet.find(target.replica)
             partner = view.partner if view is not None else None
-            # A node may have been quarantined after the plan was made.
+            # A node may have been lost or quarantined after the plan was made.
             if partner in given:
                 node = given[partner]
-            elif plan.action is ActionKind.REPLACE_NODE or node in quarantined:
-                other = choose(avoid, taken)
+            elif plan.action is ActionKind.REPLACE_NODE or node in unusable:
+                role, _ = split_replica(fleet.unit_of(target.replica))
+                lent = loans.pop(0) if loans and role == BORROWER else None
+                other = lent or choose(role, avoid, taken)
                 if other is None:
                     raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
                 node = other

@@ -12,14 +12,17 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import is_standby
-from rolecall.core.text import in_words
+from rolecall.core.text import counted, in_words
 from rolecall.recovery.advice import WATCHED
+from rolecall.recovery.borrowing import remaining
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Eviction, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
+LENDER = "lender"
+COMMITS = "commits"
 MODE = "mode"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
@@ -43,10 +46,15 @@ class Situation:
     ended: str | None = None  # why the run is over
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
+    waiting: frozenset[str] = frozenset()  # replicas that are healthy and have no work
+    worked: frozenset[str] = (
+        frozenset()
+    )  # replicas whose newest incarnation has finished work, and may have ended since
     fates: Mapping[Suspect, tuple[Fate, str]] | None = None
     """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
     code_survives: bool = True  # in mode observe: a process whose code failed still runs
     channel: str = NO_CHANNEL
+    committed_at: float | None = None  # of the newest committed step, where the plan is a restart
 
     @property
     def observing(self) -> bool:
@@ -94,7 +102,38 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
-    return _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation) or PASSED
+    return (
+        _commits(plan, incident, situation)
+        or _lenders(plan, situation)
+        or _peer_evidence(plan, incident, situation)
+        or _limits(plan, incident, situation)
+        or PASSED
+    )
+
+
+def _commits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
+    """A restart may have waited, and the job works by now without the replica at fault."""
+    made_at, committed_at = incident.attempt.made_at if incident.attempt else None, situation.committed_at
+    if not plan.action.is_restart or situation.config.scope == "job" or None in (made_at, committed_at):
+        return None
+    if committed_at <= made_at:  # type: ignore[operator]  # neither is None
+        return None
+    because = f"a step was committed after it was planned to {in_words(plan.action)}: nothing healthy is restarted"
+    return GuardResult(COMMITS, because, page_oncall=True)
+
+
+def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:
+    """What may have changed since the plan was made: the lenders, and how many rollouts serve beside them."""
+    for lender in plan.lent:
+        seen = situation.fleet.find(lender.replica)
+        if seen is None or not seen.living or seen.desired_incarnation != lender.incarnation:
+            because = f"the plan ends {lender.replica}#{lender.incarnation}, which no longer runs"
+            return GuardResult(LENDER, because, page_oncall=True)
+    left, at_least = remaining(situation.fleet, plan.lent), situation.config.rollouts_min
+    if plan.lent and left < at_least:
+        because = f"{counted(left, 'rollout')} would go on serving, at least {at_least} must (recovery.rollouts_min)"
+        return GuardResult(LENDER, because, page_oncall=True)
+    return None
 
 
 def _is_new_already(target: PlanTarget, newest: int, plan: Plan, incident: Incident) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.journal.payloads import EvidenceCollected
 
 
@@ -24,6 +24,12 @@ class Detector(Protocol):
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether `replica` is seen to finish work at this or a later incarnation, and what was seen, as text."""
 
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        """Whether `replica` is healthy at this or a later incarnation and has no work: no progress is due of it."""
+
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        """Whether this incarnation has finished work, whatever became of it since."""
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         """What became of the process that a diagnosis names (of its replica, where it names no process), and what was
         seen."""
@@ -33,6 +39,9 @@ class Detector(Protocol):
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this one are being replaced: their end is no fault."""
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        """Replica -> what its newest samples show that it holds and has."""
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         """What the detectors have read, as JSON, stored with an incident for replay. In a large fleet only the suspects

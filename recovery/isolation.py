@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.errors import JournalError
 from rolecall.core.faults import Remedy
 from rolecall.core.journal.events import EventKind
@@ -143,6 +143,25 @@ class FaultTolerantDetector:
                 progress[replica] = (False, f"progress unknown ({type(e).__name__}: {e})")
         return progress
 
+    def waiting(self, incident: Incident) -> frozenset[str]:
+        """Replicas of an incident that are healthy and have no work, of which therefore no progress is due."""
+        concerned = {**incident.named, **incident.touched}
+        try:
+            return frozenset(r for r, incarnation in concerned.items() if self._detector.waits(r, incarnation or 0))
+        except Exception:
+            # Deliberate: of what is unknown, progress is due.
+            logger.exception("the detector failed to tell which replicas wait for work")
+            return frozenset()
+
+    def worked(self, replicas: Mapping[str, int | None]) -> frozenset[str]:
+        """Of these incarnations, those that have finished work."""
+        try:
+            return frozenset(r for r, i in replicas.items() if i is not None and self._detector.has_worked(r, i))
+        except Exception:
+            # Deliberate: what is unknown has not worked.
+            logger.exception("the detector failed to tell which replicas have worked")
+            return frozenset()
+
     def fates(self, incident: Incident) -> dict[Suspect, tuple[Fate, str]]:
         """What became of each process that the diagnosis names. Empty while that is unknown."""
         try:
@@ -178,6 +197,15 @@ class FaultTolerantDetector:
         except Exception:
             # Deliberate: recovery continues; a diagnosis of an old incarnation has no effect.
             logger.exception("the detector failed to forget %s", replica)
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        """What the replicas hold and have; empty if the detector fails."""
+        try:
+            return dict(self._detector.loads())
+        except Exception:
+            # Deliberate: a decision without loads is still a decision.
+            logger.exception("the detector failed to return the loads of replicas")
+            return {}
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         """What the detectors have read about the suspects; empty if they fail."""

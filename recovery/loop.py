@@ -26,11 +26,19 @@ from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, OncallPaged, Payload, PlanCreated
+from rolecall.core.journal.payloads import (
+    IncidentUpdated,
+    LeaseAcquired,
+    NodeReturnedToService,
+    OncallPaged,
+    Payload,
+    PlanCreated,
+)
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
-from rolecall.recovery.fleet_view import FleetView, fleet_of
+from rolecall.recovery.borrowing import comebacks
+from rolecall.recovery.fleet_view import FleetView, RunPlaces, fleet_view
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import (
     WINDOW_NAME,
@@ -42,10 +50,20 @@ from rolecall.recovery.incidents import (
 )
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
-from rolecall.recovery.next_step import Append, Decide, Perform, done, events_before_plan, failed, next_step
+from rolecall.recovery.next_step import (
+    Append,
+    Decide,
+    Perform,
+    done,
+    events_before_plan,
+    failed,
+    needs_node,
+    next_step,
+    restart_waits,
+)
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
-from rolecall.recovery.policy import PolicyInput, decide, question
+from rolecall.recovery.policy import PolicyInput, decide, lost_nodes, question
 from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
 
 logger = logging.getLogger(__name__)
@@ -62,6 +80,8 @@ ADOPTED_SECONDS = 600.0
 """A new leader checks whether incidents younger than this lack the window that a dying watch did not store."""
 UNHANDLED = "unhandled"
 """Topic of the page for an incident that cannot be handled."""
+LENDERS_RESUMED = "the return of lenders"
+"""Name under which failures of it are counted."""
 FAILED_TICKS_MAX = 50
 """After this many failed ticks in a row the process exits with the error, for its supervisor to restart it."""
 DAMAGED_TICKS_MAX = 5
@@ -114,6 +134,7 @@ class Watch:
         self._renew_at = 0.0
         self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._cached_fleet: FleetView | None = None
+        self._places = RunPlaces()
         self._windows_to_keep: list[str] = []
         self._failures = HandlingFailures(clock)
         self._evidence = EvidenceRecorder(evidence_collector)
@@ -165,6 +186,8 @@ class Watch:
                 if self._failures.due(incident_id):
                     with self._failures.isolate(incident_id):
                         self._advance(incident_id)
+            with self._failures.isolate(LENDERS_RESUMED):
+                self._resume_lenders()
             self._report_troubles(found)
             self._keep_windows()
             self._write_evidence()
@@ -251,6 +274,7 @@ class Watch:
             self._fleet(),
             reported_before=diagnosis.key in self._reported_at,
             reconsider=self._would_act(diagnosis),
+            worked=self._detector.worked({s.replica: s.incarnation for s in diagnosis.suspects if s.replica}),
         )
         self._reported_at[diagnosis.key] = now
         incident = self._projection.incidents.get(taken.incident_id)
@@ -322,6 +346,8 @@ class Watch:
                 supports=self._actuator.supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
                 committed_at=self._committed_at() if incident.state is IncidentState.OPEN else None,
+                returned_at=self._returned_at(),
+                loads=self._detector.loads() if incident.state is IncidentState.OPEN else None,
             )
             move = next_step(incident, situation, policy_input)
             if move is None:
@@ -341,6 +367,11 @@ class Watch:
                 self._perform(incident, move)
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
+
+    def _returned_at(self) -> dict[str, float]:
+        """Node -> when it was last returned to service, wall seconds."""
+        returned = self._journal.events(kinds=[EventKind.NODE_RETURNED_TO_SERVICE], damaged=[])
+        return {e.as_(NodeReturnedToService).node: e.wall_at for e in returned}
 
     def _committed_at(self) -> float | None:
         try:
@@ -367,11 +398,12 @@ class Watch:
             channel=self._notifier.channel,
         ):
             self._append(incident, event)
-        for target in move.plan.targets:
+        for target in (*move.plan.targets, *move.plan.lent):
             # Before it dies: from now on its end is intended, not a second fault.
             self._detector.forget(target.replica, target.incarnation + 1)
+        lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
         try:
-            result = self._actuator.perform(move.plan, self._lease)
+            result = self._actuator.perform(move.plan, self._lease, lost)
         except ActuatorError as e:
             result = ActionResult(done=False, because=str(e))
         except JournalError:
@@ -387,6 +419,21 @@ class Watch:
             self._append(incident, done(incident, incident.attempt, result.to_dict()))
         else:
             self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))
+
+    def _resume_lenders(self) -> None:
+        """Starts replicas again that had lent their nodes, once nodes are free. A plan that lends a node lends it until
+        then: that needs no second approval."""
+        assert self._lease is not None
+        if self._config.mode == "observe" or not any(r.lent for r in self._fleet().replicas):
+            return
+        flags = (self._journal.flag(PAUSED_FLAG), self._journal.flag(STOP_FLAG), self._projection.ended)
+        if any(flag is not None for flag in flags) or any(map(needs_node, self._projection.open_incidents())):
+            return
+        lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
+        for comeback in comebacks(self._fleet(), quarantined_nodes(self._journal) | lost):
+            logger.info("%s", json.dumps({"event": "lender_resumed", "because": comeback.because}))
+            self._actuator.resume(comeback, self._lease)
+        self._cached_fleet = None
 
     def _situation(self, incident: Incident) -> Situation:
         now = self._clock.wall()
@@ -404,15 +451,22 @@ class Watch:
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
             progress=self._detector.progress(incident),
+            waiting=self._detector.waiting(incident) if incident.state is IncidentState.VERIFYING else frozenset(),
+            worked=self._detector.worked(incident.touched)
+            if incident.state is IncidentState.VERIFYING
+            else frozenset(),
             fates=self._detector.fates(incident) if observing else None,
             code_survives=not observing or self._detector.code_survives(incident),
             channel=self._notifier.channel,
+            committed_at=self._committed_at() if restart_waits(incident) else None,
         )
 
     def _fleet(self) -> FleetView:
         # Read once per tick, and again after each step.
         if self._cached_fleet is None:
-            self._cached_fleet = fleet_of(self._journal)
+            if not self._places.nodes:
+                self._places = RunPlaces.of_run(self._journal)
+            self._cached_fleet = fleet_view(self._journal.desired(), self._journal.current(), self._places)
         return self._cached_fleet
 
     # --- notifications ------------------------------------------------------------------------------------------------
@@ -427,7 +481,9 @@ class Watch:
             incident = self._projection.incidents.get(failure.name)
             self._page_once(f"{failure.name}:page:{UNHANDLED}", failure.because(), UNHANDLED, incident)
         self._failures.keep_only(
-            {diagnosis.key for diagnosis in found} | {i.incident_id for i in self._projection.open_incidents()}
+            {diagnosis.key for diagnosis in found}
+            | {i.incident_id for i in self._projection.open_incidents()}
+            | {LENDERS_RESUMED}
         )
 
     def _page_once(self, key: str, because: str, topic: str = "watch", incident: Incident | None = None) -> None:

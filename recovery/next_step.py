@@ -26,8 +26,17 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
-from rolecall.recovery.guards import GuardResult, Progress, Situation, check
-from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.guards import COMMITS, GuardResult, Progress, Situation, check
+from rolecall.recovery.incidents import (
+    NOT_STARTED,
+    UNDER_REPAIR,
+    ActionFailure,
+    Attempt,
+    Decision,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
 from rolecall.recovery.policy import PolicyInput, leaves_node
 
 CLEAR_SECONDS = 5.0
@@ -131,6 +140,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
             proposed = PlanProposed(digest=attempt.plan.digest, plan=attempt.plan, expires_at=expires_at)
             return _about(incident, attempt, "proposed", proposed)
         return _start(incident, attempt)
+    if verdict.guard == COMMITS:
+        return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
     if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:
@@ -161,6 +172,8 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
     verdict = check(attempt.plan, incident, situation)
     if verdict.passed:
         return _start(incident, attempt, approved_by=attempt.decided_by)
+    if verdict.guard == COMMITS:
+        return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
     return _blocked(incident, attempt, verdict, situation)
 
 
@@ -186,6 +199,8 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         attempt.plan,
         fleet=situation.fleet,
         progress=situation.progress,
+        waiting=situation.waiting,
+        own_faults=situation.worked - incident.at_fault(attempt.plan),
         done_at=attempt.done_at or situation.now,
         now=situation.now,
         verification_timeout_seconds=situation.config.verification_timeout_seconds * (1 + num_slow),
@@ -278,6 +293,18 @@ def _page_oncall(incident: Incident, topic: str, because: str, situation: Situat
     return Append(payload=paged, key=f"{incident.incident_id}:page:{topic}")
 
 
+def restart_waits(incident: Incident) -> bool:
+    """Whether its plan is a restart that has not begun."""
+    return incident.state in NOT_STARTED and incident.attempt is not None and incident.attempt.plan.action.is_restart
+
+
+def needs_node(incident: Incident) -> bool:
+    """Whether an open incident is at work on the fleet, or may need a free node."""
+    if incident.state in UNDER_REPAIR or incident.state is S.OPEN:
+        return True
+    return incident.attempt is not None and incident.attempt.plan.action is ActionKind.REPLACE_NODE
+
+
 def superseded(incident: Incident, incidents: Sequence[Incident]) -> str:
     """The incident that is the root cause of this one: a failure of the job's own code takes replicas with it."""
     if incident.diagnosis.fault_class.spec.remedy is Remedy.STOP:
@@ -335,13 +362,24 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
 
 
 def verify(
-    plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verification_timeout_seconds: float
+    plan: Plan,
+    *,
+    fleet: FleetView,
+    progress: Progress,
+    done_at: float,
+    now: float,
+    verification_timeout_seconds: float,
+    waiting: frozenset[str] = frozenset(),
+    own_faults: frozenset[str] = frozenset(),
 ) -> Verification:
     """State of the performed plan at `now` (wall seconds): the replacement serves and makes progress, or it failed.
 
     The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
-    replacement that died fails the action at once.
+    replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work; one that
+    serves and still waits at the timeout has not failed. `own_faults`: healthy replicas that a restart took down and
+    that have worked since: the end of one is not the restart's failure.
     """
+    timed_out = now - done_at > verification_timeout_seconds
     seen: list[str] = []
     missing: list[str] = []
     serving_at = 0.0
@@ -353,6 +391,8 @@ def verify(
         standby = is_standby(target.replica)
         if view is None:
             missing.append(f"{name} is no longer desired")
+        elif view.incarnation >= wanted and view.state in DEAD and target.replica in own_faults:
+            seen.append(f"{name} has worked; its end is another fault")
         elif view.incarnation >= wanted and view.state in DEAD:
             because = (
                 f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"
@@ -364,11 +404,12 @@ def verify(
             seen.append(f"{name} is ready")
         else:
             progressing, text = progress.get(target.replica, (False, "no data on its progress"))
+            if not progressing and timed_out and target.replica in waiting:
+                progressing, text = True, f"serves and waits for work; {text}"
             (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:
         return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
-    timed_out = now - done_at > verification_timeout_seconds
     because = f"after {now - done_at:.1f} s " + "; ".join(missing)
     return Verification(because=because, failure=ActionFailure.NO_PROGRESS if timed_out else None)
 

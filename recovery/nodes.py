@@ -131,5 +131,5 @@ def known_nodes(journal: Journal) -> set[str]:
     """Every node that the run started with or a replica was ever placed on."""
     started = journal.last(K.RUN_STARTED)
     found = set(started.as_(RunStarted).nodes) if started else set()
-    found |= {str(d.node) for d in journal.desired().values()}
+    found |= {str(d.node) for d in journal.desired().values() if not d.lent}
     return found | {str(a.node) for a in journal.actual().values()}

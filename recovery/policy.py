@@ -3,7 +3,7 @@
 The row of the fault's class in `core.faults.FAULTS` names the remedy:
 
     replace   replace the named incarnation of the replica, nothing else
-    move      the same, on another node, if there is one
+    move      the same, on another node, if there is one; a rollout may lend its own to a trainer (borrowing.py)
     weigh     replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
     stop      stop the job, evict nothing: the same code would fail again anywhere
     page      no action; page on-call
@@ -30,20 +30,21 @@ diagnosis of an incarnation that was already replaced needs no action.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, Self
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, ReplicaLoad
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId, split_replica
-from rolecall.core.membership import STANDBY_ROLES, is_standby
+from rolecall.core.membership import COMPUTING_ROLES, STANDBY_ROLES, is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
+from rolecall.recovery.borrowing import BORROWER, choose_lenders
 from rolecall.recovery.fleet_view import DEAD, FleetView
-from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome, IncidentState
 
 COLLAPSE = "collapse"
 """`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong
@@ -94,6 +95,8 @@ class PolicyInput:
     commits_since: bool = (
         False  # a step was committed since the last failed attempt started, or the incident was opened
     )
+    loads: Mapping[str, ReplicaLoad] = field(default_factory=dict)  # replica -> what it holds and has
+    busy: frozenset[str] = frozenset()  # replicas that other open incidents concern
 
     @property
     def performable(self) -> frozenset[ActionKind]:
@@ -118,6 +121,8 @@ class PolicyInput:
             "quarantined_nodes": sorted(self.quarantined_nodes),
             "same_step": sorted(str(a) for a in self.same_step),
             "commits_since": self.commits_since,
+            "loads": {replica: asdict(load) for replica, load in sorted(self.loads.items())},
+            "busy": sorted(self.busy),
         }
 
     @classmethod
@@ -133,6 +138,8 @@ class PolicyInput:
             quarantined_nodes=frozenset(body["quarantined_nodes"]),
             same_step=frozenset(ActionKind(a) for a in body.get("same_step", ())),  # absent in older journals
             commits_since=body.get("commits_since", False),
+            loads={replica: ReplicaLoad.from_dict(load) for replica, load in body.get("loads", {}).items()},
+            busy=frozenset(body.get("busy", ())),
         )
 
 
@@ -157,8 +164,11 @@ def question(
     supports: frozenset[ActionKind],
     quarantined_nodes: frozenset[str] = frozenset(),
     committed_at: float | None = None,
+    returned_at: Mapping[str, float] | None = None,
+    loads: Mapping[str, ReplicaLoad] | None = None,
 ) -> PolicyInput:
-    """The input of `decide` for an incident. `committed_at`: of the newest committed step, wall seconds."""
+    """The input of `decide` for an incident. `committed_at`: of the newest committed step, wall seconds. `returned_at`:
+    as of `lost_nodes`."""
     known = list(incidents)
     since = -math.inf if committed_at is None else committed_at
     failures = incident.failures
@@ -176,9 +186,7 @@ def question(
         config=config,
         past=past,
         supports=supports,
-        lost_nodes=frozenset(
-            s.node for i in known if i.diagnosis.fault_class.spec.loses_node for s in i.diagnosis.suspects
-        ),
+        lost_nodes=lost_nodes(known, returned_at or {}),
         quarantined_nodes=quarantined_nodes,
         same_step=frozenset(
             i.attempt.plan.action
@@ -188,6 +196,24 @@ def question(
             and {fleet.unit_of(r) for r in i.named} & {fleet.unit_of(r) for r in incident.named}
         ),
         commits_since=since >= began,
+        loads=loads or {},
+        busy=frozenset(
+            r
+            for i in known
+            if i.state is not IncidentState.CLOSED and i.incident_id != incident.incident_id
+            for r in (*i.named, *i.handled)
+        ),
+    )
+
+
+def lost_nodes(incidents: Iterable[Incident], returned_at: Mapping[str, float]) -> frozenset[str]:
+    """Nodes diagnosed as lost and not returned to service since. `returned_at`: node -> when, wall seconds."""
+    return frozenset(
+        s.node
+        for i in incidents
+        if i.diagnosis.fault_class.spec.loses_node
+        for s in i.diagnosis.suspects
+        if returned_at.get(s.node, -math.inf) < i.opened_at
     )
 
 
@@ -213,7 +239,7 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
         return _stop(facts)
     if OPERATOR not in diagnosis.detectors:
         if remedy is Remedy.WEIGH and not facts.past:
-            worth, arithmetic = slow_gain(diagnosis, facts.config)
+            worth, arithmetic = slow_gain(diagnosis, facts.config, num_restarted=_num_restarted(facts))
             return _replace(facts, arithmetic) if worth else _nothing(facts, arithmetic)
         if remedy is Remedy.PAGE:
             settle = f"; to settle it: {diagnosis.settle}" if diagnosis.settle else ""
@@ -222,22 +248,34 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
     return _replace(facts, diagnosis.because)
 
 
-def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
+def _num_restarted(facts: PolicyInput) -> int:
+    """Replicas whose work a plan for a slow one would cost: with the scope job those of all computing roles."""
+    restarts = facts.config.scope == "job" and ActionKind.RESTART_JOB in facts.performable
+    working = COMPUTING_ROLES - STANDBY_ROLES.keys()
+    return max(1, sum(r.role in working and not r.lent for r in facts.fleet.replicas)) if restarts else 1
+
+
+def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig, num_restarted: int = 1) -> tuple[bool, str]:
     """Whether replacing a slow replica pays off over the horizon, with the arithmetic.
 
     A replica slowed r times does horizon / r of its work; a replacement does horizon - cost. The gain is their
-    difference, horizon x (1 - 1/r) - cost, in seconds of this replica's healthy work.
+    difference, horizon x (1 - 1/r) - cost, in seconds of one replica's healthy work. A restart of the job costs that
+    of every replica.
     """
-    ratio, horizon, cost = diagnosis.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
+    ratio, horizon = diagnosis.gain_ratio, config.horizon_seconds
+    cost = config.replacement_cost_seconds * num_restarted
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
         return False, f"{diagnosis.because}; the gain of a replacement was not measured"
     if horizon is None:
         return False, f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
     gain = horizon * (1 - 1 / ratio)
+    costs = f"{cost:.0f} s"
+    if num_restarted > 1:
+        costs = f"{config.replacement_cost_seconds:.0f} s x {num_restarted} replicas = {costs}"
     sum_ = f"{horizon:.0f} s x (1 - 1/{ratio:.2f}) = {gain:.0f} s of its work"
     if gain > cost:
-        return True, f"{diagnosis.because}; replacing gains {sum_} for {cost:.0f} s of cost"
-    return False, f"replacing would gain {sum_}, less than the {cost:.0f} s it costs"
+        return True, f"{diagnosis.because}; replacing gains {sum_} for {costs} of cost"
+    return False, f"replacing would gain {sum_}, less than the {costs} it costs"
 
 
 def _nothing(
@@ -279,14 +317,55 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
     else:
         action = ActionKind.REPLACE_REPLICA
     tried = f"{because}; attempt {len(facts.past) + 1}: {facts.past[-1].because}" if facts.past else because
-    spare = facts.fleet.spare_node(facts.avoided | {t.node for t in targets})
-    if action is ActionKind.REPLACE_NODE and facts.supports and spare is None:
-        if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or avoided:
-            return _nothing(facts, f"{because}: there is no other node to move to", page=True)
-        action = ActionKind.REPLACE_REPLICA
+    lent: tuple[PlanTarget, ...] = ()
+    homeless = _homeless(facts, targets) if action is ActionKind.REPLACE_NODE and facts.supports else ()
+    if homeless:
+        # A replacement that has left the faulty node need not leave its own, too.
+        faulty = {str(s.node) for s in facts.diagnosis.suspects}
+        must = any(t.node in facts.avoided for t in homeless) or (
+            facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE and any(t.node in faulty for t in homeless)
+        )
+        lent, why = _lenders(facts, homeless) if must else ((), "")
+        if must and not lent:
+            return _nothing(facts, f"{because}: there is no other node to move to: {why}", page=True)
+        tried = f"{tried}; {why}" if lent else tried
+        action = ActionKind.REPLACE_NODE if lent else ActionKind.REPLACE_REPLICA
     if action not in facts.performable:
         return _nothing(facts, f"{because}: this actuator cannot perform what is needed: {in_words(action)}", page=True)
-    return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
+    plan = Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried, lent=lent)
+    return PolicyDecision(plan=plan)
+
+
+def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[PlanTarget, ...]:
+    """Targets for which there is neither a standby of their role nor a free node; of a hybrid one, its trainer's role
+    decides."""
+    avoid = facts.avoided | {str(t.node) for t in targets}
+    taken: list[str] = []
+    found: list[PlanTarget] = []
+    for unit, target in {facts.fleet.unit_of(t.replica): t for t in targets}.items():
+        node = facts.fleet.spare_node(split_replica(unit)[0], avoid, taken)
+        if node is None:
+            found.append(target)
+        else:
+            taken.append(node)
+    return tuple(found)
+
+
+def _lenders(facts: PolicyInput, homeless: tuple[PlanTarget, ...]) -> tuple[tuple[PlanTarget, ...], str]:
+    """Replicas that lend their nodes, and the arithmetic; none if they do not suffice."""
+    roles = {split_replica(facts.fleet.unit_of(t.replica))[0] for t in homeless}
+    none = f"no standby of {' or '.join(sorted(roles))} is ready, and no node is free"
+    if roles != {BORROWER}:
+        return (), none
+    loan = choose_lenders(
+        facts.fleet,
+        facts.loads,
+        len(homeless),
+        rollouts_min=facts.config.rollouts_min,
+        avoid=facts.avoided | {str(t.node) for t in homeless},
+        busy=facts.busy,
+    )
+    return loan.lenders, f"{none}; {'' if loan.lenders else 'nothing can lend its node: '}{loan.because}"
 
 
 _REPLACED_ALREADY = "the named incarnation was already replaced"
@@ -315,6 +394,8 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
             found[replica] = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation_now, node=suspect.node)
         elif seen is None:
             why_not = f"{replica} is not part of this run"
+        elif seen.lent:
+            why_not = f"{replica} has lent its node and does not run"
         elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY
         elif seen.desired_incarnation < incarnation_now:
@@ -413,7 +494,7 @@ def _of_restart(action: ActionKind, fleet: FleetView, targets: tuple[PlanTarget,
     return [
         PlanTarget(replica=r.replica, incarnation=r.desired_incarnation, node=r.node)
         for r in fleet.replicas
-        if (r.kind_of_unit == role if action is ActionKind.RESTART_ROLE else not is_standby(r.replica))
+        if not r.lent and (r.kind_of_unit == role if action is ActionKind.RESTART_ROLE else not is_standby(r.replica))
     ]
 
 

@@ -49,15 +49,17 @@ def triage(
     *,
     reported_before: bool,
     reconsider: bool = False,
+    worked: frozenset[str] = frozenset(),
 ) -> TriageDecision:
     """Where a current diagnosis belongs.
 
     `reported_before`: it was already reported shortly before. `reconsider`: policy would now act on what it tolerated.
+    `worked`: suspects whose named incarnation has finished work.
     """
     known = list(incidents)
     for incident in known:
         if incident.state is not IncidentState.CLOSED:
-            found = _against_open(diagnosis, incident)
+            found = _against_open(diagnosis, incident, worked)
             if found is not None:
                 return found
     views = [(fleet.find(s.replica), s.incarnation) for s in diagnosis.suspects if s.replica]
@@ -82,12 +84,16 @@ def _ignored(incident: Incident, because: str) -> TriageDecision:
     return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=incident.incident_id)
 
 
-def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | None:
+def _against_open(diagnosis: Diagnosis, incident: Incident, worked: frozenset[str]) -> TriageDecision | None:
     incident_id, spec = incident.incident_id, diagnosis.fault_class.spec
     if diagnosis.key in incident.seen_keys:
         return _ignored(incident, f"{incident_id} already covers it")
     named = {s.replica: s.incarnation for s in diagnosis.suspects if s.replica}
     handled = incident.handled
+    if incident.state is IncidentState.VERIFYING and incident.attempt is not None:
+        # A healthy replica that a restart took down, and that has worked since, has a fault of its own.
+        own = worked - incident.at_fault(incident.attempt.plan)
+        handled = {r: incarnation for r, incarnation in handled.items() if r not in own}
     shared = named.keys() & (incident.named.keys() | handled.keys())
     if not shared or spec.remedy is Remedy.STOP:
         # A failure of the job's own code is a separate incident that supersedes its victims' (`next_step.superseded`).

@@ -221,6 +221,11 @@ def needs(
     return (of_trainers, *others)
 
 
+def host_bytes_by_role(found: Sequence[RoleNeed]) -> dict[str, int]:
+    """Role -> host memory of one of its replicas."""
+    return {need.role: sum(rank.host_bytes for rank in need.ranks) for need in found}
+
+
 def shortages(job: JobConfig, size: ModelSize, free: FreeMemory, device: DeviceName = "cpu") -> list[str]:
     """What of the job does not fit, each `path: reason`."""
     found, problems = needs(job, size, device, free.gpus), list[str]()

@@ -68,6 +68,7 @@ class PageState:
     work_units: int
     tokens: int
     requests_active: int
+    tokens_held: int
     loss: float
     grad_norm: float
     reward: float

@@ -62,6 +62,7 @@ W_FILTERED_FRACTION = 41
 W_LOG_RATIO_MAX = 42
 W_EXCHANGES = 43  # how often this rank began to wait for the other ranks of its replica
 W_EXCHANGE_SECONDS = 44  # float: waited for them inside units of work
+W_TOKENS_HELD = 45  # rollout: tokens of the requests that it holds
 NUM_WORDS = 64
 
 HEALTH_WORDS = {

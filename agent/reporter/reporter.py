@@ -428,6 +428,7 @@ def update(
     epoch: int | None = None,
     policy_version: int | None = None,
     requests_active: int | None = None,
+    tokens_held: int | None = None,
     loss: float | None = None,
     grad_norm: float | None = None,
     reward: float | None = None,
@@ -442,6 +443,8 @@ def update(
             integers[at.W_POLICY_VERSION] = policy_version
         if requests_active is not None:
             integers[at.W_REQUESTS_ACTIVE] = requests_active
+        if tokens_held is not None:
+            integers[at.W_TOKENS_HELD] = tokens_held
         if loss is not None:
             page.set_training(at.W_LOSS, loss)
         if grad_norm is not None:

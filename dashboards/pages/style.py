@@ -19,6 +19,7 @@ STATES = {
     "being replaced": ("↻", "#1a56c4", "#8ab4ff"),
     "quarantined": ("⊘", "#8a2f8a", "#e3a1e3"),
     "starting": ("◔", "#7a5b00", "#e5c34d"),
+    "lent": ("⇄", "#1f5f8b", "#8cc8f0"),
     "standby": ("○", "#4b5563", "#aab4c0"),
     "healthy": ("●", "#00694f", "#4fd1a5"),
     "ended": ("·", "#4b5563", "#aab4c0"),

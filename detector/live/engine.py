@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import PANEL
@@ -172,6 +172,23 @@ class LiveDetector:
             return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
 
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        """Whether every rank of this replica runs at this incarnation or later, is not suspected, and has no work."""
+        ranks = [s for s in self._fleet.roster.of_replica(replica).values() if s.incarnation >= incarnation_min]
+        return bool(ranks) and all(self._waits(s) for s in ranks)
+
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        """Whether this incarnation has finished work, whatever became of it since."""
+        here = self._fleet.roster.of_replica(replica).values()
+        return any(s.incarnation == incarnation and s.worked > 0 for s in here)
+
+    def _waits(self, subject: MonitoredProcess) -> bool:
+        if subject.gone or subject.sample is None or self._now - subject.seen_wall > FRESH_SECONDS:
+            return False
+        who = subject.replica, subject.incarnation
+        named = any(who == (s.replica, s.incarnation) for d in self._standing.values() for s in d.suspects)
+        return not named and subject.reports and not subject.progress_due
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         """What became of the process that a diagnosis names, or of its replica. Another process with the same rank is
         not that process. Unknown while an agent does not answer."""
@@ -203,6 +220,21 @@ class LiveDetector:
             return True
         of_role = self._fleet.roster.of_role(role).values()
         return any(s.first_wall <= since and not self._is_over(s) for s in of_role)
+
+    def loads(self) -> dict[str, ReplicaLoad]:
+        """Of every replica that was sampled. The ranks of an engine hold the same requests."""
+        found: dict[str, ReplicaLoad] = {}
+        for s in self._fleet.current():
+            if s.sample is None or s.gone:
+                continue
+            before = found.get(s.replica, ReplicaLoad())
+            found[s.replica] = ReplicaLoad(
+                requests=max(before.requests or 0, s.sample.requests_active) if s.reports else before.requests,
+                tokens=max(before.tokens or 0, s.sample.tokens_held) if s.reports else before.tokens,
+                rss_bytes=before.rss_bytes + s.sample.rss_bytes,
+                available_bytes=self._fleet.available_bytes.get(s.node),
+            )
+        return found
 
     def processes(self) -> list[MonitoredProcess]:
         """All monitored processes, newest incarnations only."""

@@ -139,6 +139,7 @@ class MonitoredProcesses:
     offsets: dict[str, float] = field(default_factory=dict)  # node -> clock offset
     walls: dict[str, float] = field(default_factory=dict)  # node -> its wall clock in the newest response
     oom_kills: dict[str, int] = field(default_factory=dict)
+    available_bytes: dict[str, int] = field(default_factory=dict)  # node -> memory that it could give to processes
     oom_wall: dict[str, float] = field(default_factory=dict)
     began_wall: float = 0.0  # time of the first observation
     changed_wall: float = 0.0  # last change of the set of processes
@@ -208,6 +209,7 @@ class MonitoredProcesses:
                 if host.oom_kills > self.oom_kills.get(host.node, host.oom_kills):
                     self.oom_wall[host.node] = now
                 self.oom_kills[host.node] = host.oom_kills
+                self.available_bytes[host.node] = host.memory_available_bytes
         for event in observation.events:
             self._take_event(event, now)
         self._sweep(now)
@@ -241,7 +243,7 @@ class MonitoredProcesses:
     def _leave(self, node: str, now: float) -> None:
         for s in [s for s in self.roster if s.node == node]:
             self._close(s, now)
-        for known in (self.offsets, self.walls, self.raylets_gone, self.oom_kills, self.oom_wall):
+        for known in (self.offsets, self.walls, self.raylets_gone, self.oom_kills, self.oom_wall, self.available_bytes):
             known.pop(node, None)
 
     def _close_older(self, replica: str, below_incarnation: int, now: float) -> None:

@@ -36,6 +36,7 @@ from rolecall.core.journal.payloads import (
     RecoveryResumed,
 )
 from rolecall.core.nodes import quarantined_nodes
+from rolecall.recovery.borrowing import BORROWER
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of
 from rolecall.recovery.incidents import (
     INCIDENT_KINDS,
@@ -55,6 +56,7 @@ from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
 from rolecall.recovery.operators.queries import known
 from rolecall.recovery.operators.run_location import RunLocation, check_request, checked_name, journal_of, opened
+from rolecall.recovery.policy import lost_nodes
 
 S = IncidentState
 
@@ -271,6 +273,8 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
         view = fleet_of(journal).find(replica)
         if view is None:
             raise CommandRefused(f"{replica} is not part of this run: {', '.join(sorted(journal.desired()))}")
+        if view.lent:
+            raise CommandRefused(f"{replica} has lent its node and does not run; it starts again when a node is free")
         handling = handling_incident(projection, replica)
         if handling is not None:
             raise CommandRefused(f"{handling.incident_id} already handles {replica}: {handling.state}")
@@ -293,11 +297,14 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
 
 
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """Ends a quarantine, whoever set it. Raises CommandRefused: the node is not quarantined."""
+    """Ends a quarantine, whoever set it; a node that was lost may take replicas again, too. Raises CommandRefused: the
+    node is neither quarantined nor lost."""
     check_request(by, because)
     with _of_running(location, clock) as (journal, projection):
-        if not _record(journal, projection, node).quarantined:
-            raise CommandRefused(f"{node} is not quarantined")
+        record = _record(journal, projection, node)
+        returned_at = {node: record.returned_at} if record.returned_at is not None else {}
+        if not record.quarantined and node not in lost_nodes(projection.incidents.values(), returned_at):
+            raise CommandRefused(f"{node} is neither quarantined nor lost")
         journal.append(NodeReturnedToService(node=node, by=by, because=because))
     return f"{node} is back in service: replicas may be placed there"
 
@@ -316,13 +323,8 @@ def drain_node(
     """`drain` on an open journal."""
     if not _record(journal, projection, node).quarantined:
         journal.append(NodeQuarantined(node=node, by=by, because=f"drained: {because}"))
-    desired = journal.desired()
     fleet = fleet_of(journal)
-    affected = [  # running there, or about to start there
-        view
-        for view in fleet.replicas
-        if view.node == node or (view.desired_incarnation > view.incarnation and desired[view.replica].node == node)
-    ]
+    affected = [view for view in fleet.replicas if node in (view.node, view.next_node)]
     requested: list[str] = []
     handled: list[str] = []
     incident_ids: list[str] = []
@@ -343,8 +345,12 @@ def drain_node(
     left = [str(view.replica) for view in affected[REPLICAS_PER_DRAIN_MAX:]]
     if left:
         parts.append(f"repeat the command for {len(left)} more: {', '.join(left[:5])}")
-    if requested and fleet.spare_node(frozenset({node}) | quarantined_nodes(journal)) is None:
-        parts.append("no other node can take them: they stay, and on-call is paged")
+    avoid = frozenset({node, *quarantined_nodes(journal)})
+    stay = [v.replica for v in affected if fleet.spare_node(split_replica(v.unit)[0], avoid) is None]
+    if requested and stay:
+        lending = f", unless a rollout lends its node to a {BORROWER}"
+        hint = lending if any(split_replica(r)[0] == BORROWER for r in stay) else ""
+        parts.append(f"no node is free for {', '.join(stay[:5])}: on-call is paged{hint}")
     if not affected:
         parts.append("no replica runs there")
     return "; ".join(parts) + (watch_hint(journal, shell_name) if requested else "")

@@ -8,12 +8,13 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
-from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.journal.payloads import (
     EvaluationFinished,
     IncidentOpened,
     LeaseAcquired,
+    NodeLent,
     PlanCreated,
     RunStarted,
     StepCommitted,
@@ -70,6 +71,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     with opened(location) as (journal, projection):
         lease, acquired = journal.lease(LEASE_NAME), journal.last(K.LEASE_ACQUIRED)
         fleet = fleet_of(journal)
+        lent = {e.as_(NodeLent).replica: e for e in journal.events(kinds=[K.NODE_LENT], damaged=[])}  # the newest
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
         committed, evaluated = journal.last(K.STEP_COMMITTED), journal.last(K.EVALUATION_FINISHED)
@@ -108,12 +110,21 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
                 "partner": replica.partner,
                 "since": replica.changed_at,
                 "because": replica.because,
+                "lent": _lent(lent.get(replica.replica)) if replica.lent else None,
             }
             for replica in fleet.replicas
         ],
         "open_incidents": [summary(i, projection, now) for i in projection.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
     }
+
+
+def _lent(event: Event | None) -> dict[str, Any]:
+    """To which replica a lender's node went, and since when; empty if that line cannot be read."""
+    if event is None:
+        return {}
+    lent = event.as_(NodeLent)
+    return {"node": lent.node, "to": lent.to, "since": event.wall_at}
 
 
 def _progress(newest: StepCommitted) -> dict[str, Any]:

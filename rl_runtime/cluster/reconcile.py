@@ -10,7 +10,7 @@ an incarnation that is desired and alive.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NotEnoughNodes
@@ -34,8 +34,9 @@ class ClusterState:
     actual: Mapping[Incarnation, Actual]
     alive: Collection[Incarnation]  # incarnations with a running process
     busy: Collection[Incarnation]  # being started, promoted or ended by an operation
-    nodes: Sequence[NodeId]  # nodes that can host a standby
+    nodes: Sequence[NodeId]  # that live
     quarantined: Collection[NodeId] = ()  # of these, nodes that only get replicas placed there explicitly by recovery
+    too_small: Mapping[str, Collection[NodeId]] = field(default_factory=dict)  # of these, by role of the standby
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +93,13 @@ def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
         records = sorted((a for (r, _), a in fleet.actual.items() if r == replica), key=lambda a: a.incarnation)
         endings = [i for a in records if (i := _ending(fleet, desired, a)) is not None]
         found += endings
-        if desired is None or endings or _old_remains(fleet, desired, records):
+        if desired is None or desired.lent or endings or _old_remains(fleet, desired, records):
             continue
         current = next((a for a in records if a.incarnation == desired.incarnation), None)
         if current is None:
             beginning = _beginning(fleet, desired, promoted)
+            if isinstance(beginning, Start) and _lender_remains(fleet, beginning.node):
+                continue
             found.append(beginning)
             if isinstance(beginning, Promote):
                 promoted.add((beginning.standby, beginning.standby_incarnation))
@@ -124,7 +127,8 @@ def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> Rec
     if desired is None and (living or alive):
         return step(StopReplica, "it is no longer desired")
     if desired is not None and record.incarnation < desired.incarnation and (living or alive):
-        return step(KillSuperseded, f"incarnation {desired.incarnation} takes its place: {desired.because}")
+        takes_its_place = "" if desired.lent else f"incarnation {desired.incarnation} takes its place: "
+        return step(KillSuperseded, takes_its_place + desired.because)
     return None
 
 
@@ -133,6 +137,16 @@ def _old_remains(fleet: ClusterState, desired: Desired, records: Iterable[Actual
     older = [a for a in records if a.incarnation < desired.incarnation]
     keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
     return any(k in fleet.alive or k in fleet.busy for k in keys)
+
+
+def _lender_remains(fleet: ClusterState, node: NodeId) -> bool:
+    """Whether a process of the replica that lends `node` may still run there, with its memory and its devices."""
+    lenders = {replica for replica, desired in fleet.desired.items() if desired.lent}
+    return any(
+        key in fleet.alive or key in fleet.busy
+        for key, record in fleet.actual.items()
+        if record.node == node and record.replica in lenders and record.state is not ReplicaState.STOPPED
+    )
 
 
 def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
@@ -175,9 +189,11 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
     # Not before every other replica has its process: another start would slow a recovery in progress.
     working = {key for key, a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = (d for r, d in fleet.desired.items() if not is_standby(r))
+    # A free node is first that of a replica that has lent its own: then this condition does not hold.
     if not all((d.replica, d.incarnation) in working for d in others):
         return None
-    node = next((n for n in free_nodes(fleet) if n not in taken), None)
+    small = fleet.too_small.get(split_replica(current.replica)[0], ())
+    node = next((n for n in free_nodes(fleet) if n not in taken and n not in small), None)
     if node is None:
         return None
     return RefillStandby(
@@ -221,3 +237,29 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
             f"rewards share one; each trainer, rollout and standby has its own{shared}): {', '.join(lacking)}"
         )
     return placed | {replica_id("rollout", i): placed[replica_id("trainer", i)] for i in range(hybrids)}
+
+
+def placed_again(
+    placed: Mapping[ReplicaId, NodeId],
+    last: Mapping[ReplicaId, Desired],
+    nodes: Iterable[NodeId],
+    quarantined: Collection[NodeId],
+) -> dict[ReplicaId, NodeId]:
+    """Placement of a run that is started again. `placed`: as at first. What was on a quarantined node gets a free one,
+    and stays together; else that of a replica that has lent its own (`last`: desired before), which then has none."""
+    lenders = [r for r in placed if r in last and last[r].lent]
+    found = dict(placed)
+    free = [n for n in nodes if n not in quarantined and n not in placed.values()]
+    free += [placed[r] for r in lenders if placed[r] not in quarantined]
+    moved: dict[NodeId, NodeId] = {}
+    for replica, node in placed.items():
+        if node in quarantined and replica not in lenders:
+            if node not in moved and free:
+                moved[node] = free.pop(0)
+            found[replica] = moved.get(node, node)
+    for replica in lenders:
+        used = {node for r, node in found.items() if r != replica}
+        if found[replica] in used or found[replica] in quarantined:
+            left = [n for n in free if n not in used]
+            found[replica] = left[0] if left else NodeId("")
+    return found

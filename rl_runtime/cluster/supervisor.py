@@ -43,9 +43,11 @@ from rolecall.rl_runtime.cluster.reconcile import (
     Start,
     StopReplica,
     place,
+    placed_again,
     reconcile,
 )
 from rolecall.rl_runtime.device import Hardware, device_of, found_hardware
+from rolecall.rl_runtime.memory_estimate import host_bytes_by_role, needs
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     find_processes,
@@ -55,6 +57,7 @@ from rolecall.rl_runtime.processes import (
     stop_run,
 )
 from rolecall.rl_runtime.protocol.membership import GONE
+from rolecall.rl_runtime.tasks.check import model_size
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +172,7 @@ class Supervisor:
         self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
+        self._device = device
         self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put, device, gpus)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
@@ -192,7 +196,7 @@ class Supervisor:
             self._continue_run()
         else:
             self._write_run(place(self.job))
-        replicas = [r for r in self.journal.desired() if not is_standby(r)]
+        replicas = [r for r, wanted in self.journal.desired().items() if not is_standby(r) and not wanted.lent]
         argv = [sys.executable, "-m", "rolecall.rl_runtime.trainer.model", str(self.run.path)]
         preparing, _ = start_process(self.run, "prepare", argv, self.run.logs / "prepare.log", OMP_NUM_THREADS="1")
         self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
@@ -229,6 +233,8 @@ class Supervisor:
             num_steps=self.job.num_steps,
             ranks=self.job.runtime.ranks(),
             mode=self.job.runtime.mode,
+            gpus={node: len(names) for node, names in self.cluster.gpus.items()},
+            memory_bytes=self._estimated_bytes(),
         )
         self.journal.append(started, key="run-started")
         for replica, node in placed.items():
@@ -244,16 +250,19 @@ class Supervisor:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
         because = "the run is started again"
         self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
-        last, placed = self.journal.desired(), place(self.job)
-        quarantined = quarantined_nodes(self.journal)
-        spare = [n for n in self.nodes if n not in quarantined and n not in placed.values()]
-        # By node: a hybrid stays together.
-        moved = {n: spare.pop(0) for n in dict.fromkeys(placed.values()) if n in quarantined and spare}
-        placed = {r: moved.get(n, n) for r, n in placed.items()}
-        for replica, node in placed.items():
+        last = self.journal.desired()
+        for replica, node in placed_again(place(self.job), last, self.nodes, quarantined_nodes(self.journal)).items():
             number = last[replica].incarnation if replica in last else 0  # cut off before it was wanted
             anew = Desired(replica=replica, incarnation=number + 1, node=node, prefer_standby=False, because=because)
             self.journal.set_desired(anew, expect_incarnation=number)
+
+    def _estimated_bytes(self) -> dict[str, int]:
+        """Host memory of a replica of each role at its peak; empty where the model's files do not tell."""
+        try:
+            return host_bytes_by_role(needs(self.job, model_size(self.job), self._device))
+        except (ConfigError, OSError) as e:
+            logger.warning("no estimate of memory: %s", e)
+            return {}
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
         deadline = self.clock.monotonic() + PREPARE_SECONDS
@@ -325,14 +334,15 @@ class Supervisor:
             actual=actual,
             alive=alive,
             busy=busy,
-            nodes=[n for n in self.nodes if n not in dead_nodes and self._can_host_standby(n)],
+            nodes=[n for n in self.nodes if n not in dead_nodes],
             quarantined=quarantined_nodes(self.journal),
+            too_small={role: self._too_small(role) for role in STANDBY_ROLES},
         )
 
-    def _can_host_standby(self, node: NodeId) -> bool:
-        gpus, runtime = self.cluster.gpus, self.job.runtime
-        ranks = (runtime.computing_ranks()[role] for role, number in runtime.num_standbys().items() if number)
-        return not gpus or len(gpus.get(node, ())) >= max(ranks, default=0)
+    def _too_small(self, role: str) -> list[NodeId]:
+        """Nodes with fewer GPUs than a standby of this role has ranks."""
+        gpus, ranks = self.cluster.gpus, self.job.runtime.computing_ranks()[role]
+        return [n for n in self.nodes if len(gpus.get(n, ())) < ranks] if gpus else []
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
         """Ends workers of dead raylets, which outlive them briefly, so that no two processes of one incarnation run."""

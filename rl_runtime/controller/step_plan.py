@@ -180,9 +180,9 @@ def next_step(loop: LoopState, trainers: TrainerChanges, awake: Collection[Engin
 
 
 def missing_replicas(desired: Desireds, current: Mapping[ReplicaId, Actual]) -> list[ReplicaId]:
-    """Desired replicas, except standbys, that are not ready."""
+    """Desired replicas, except standbys and those that have lent their nodes, that are not ready."""
     ready = {r for r, record in current.items() if record.state in (ReplicaState.READY, ReplicaState.SERVING)}
-    return [r for r in desired if not is_standby(r) and r not in ready]
+    return [r for r, wanted in desired.items() if not is_standby(r) and not wanted.lent and r not in ready]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,8 @@ class MembershipView:
         wanted = self.desired.get(replica)
         if wanted is None:
             return "it is not wanted any more"
+        if wanted.lent and wanted.incarnation > incarnation:
+            return wanted.because or "it lends its node"
         if wanted.incarnation > incarnation:
             return f"incarnation {wanted.incarnation} takes its place: {wanted.because or 'no reason given'}"
         newest = max((i for r, i in self.actual if r == replica), default=incarnation)

@@ -36,7 +36,7 @@ from rolecall.rl_runtime.protocol.messages import (
     TokenChunk,
     WeightProof,
 )
-from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine, vocab_size
+from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens, VllmEngine, vocab_size
 from rolecall.rl_runtime.rollout.engine_thread import EngineThread
 from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer
 from rolecall.rl_runtime.weights.digest import entries_of, manifest_digest
@@ -104,7 +104,7 @@ class RolloutReplica:
         self.server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
             lambda: make_engine(settings),
-            lambda made: share(self._buffer.record(made, self.policy_version), 0, settings.num_ranks),
+            lambda made: share(self._record(made), 0, settings.num_ranks),
             clock=self._clock,
             on_step=on_step,
             on_failure=on_failure,
@@ -251,6 +251,7 @@ class RolloutReplica:
         """Drops requests, whose tokens are safe elsewhere or not needed, and aborts those still running."""
         self._checked(incarnation)
         running = self._buffer.forget(request_ids)
+        reporter.update(tokens_held=self._buffer.num_tokens)
         if running and self._thread.failure is None:
             self._thread.post(lambda engine: engine.abort(running))
 
@@ -325,6 +326,11 @@ class RolloutReplica:
             self._thread.awaits_weights = False
 
     # The methods below run in the engine thread.
+
+    def _record(self, made: Sequence[NewTokens]) -> int:
+        num_made = self._buffer.record(made, self.policy_version)
+        reporter.update(tokens_held=self._buffer.num_tokens)
+        return num_made
 
     def _apply(
         self, engine: VllmEngine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: WeightProof

@@ -47,6 +47,7 @@ class TokenBuffer:
     model_len_max: int
     vocab_size: int
     _held: dict[str, _BufferedRequest] = field(default_factory=dict)
+    _num_tokens: int = 0
     _generated: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,9 +65,11 @@ class TokenBuffer:
             self._check(request)
         with self._lock:
             new = {r.request_id: r for r in requests if self._is_new(r)}
-            num_replaced = sum(i in self._held for i in new)
-            if len(self._held) + len(new) - num_replaced > self.requests_max:
+            replaced = [held for i in new if (held := self._held.get(i)) is not None]
+            if len(self._held) + len(new) - len(replaced) > self.requests_max:
                 raise TokenBufferFull(f"{len(self._held)} requests are held, {self.requests_max} at most")
+            self._num_tokens += sum(len(r.prefix_tokens) for r in new.values())
+            self._num_tokens -= sum(len(held.tokens) for held in replaced)
             for request in new.values():
                 self._held[request.request_id] = self._fresh(request)
             return [r for r in new.values() if not self._held[r.request_id].finish_reason]
@@ -127,6 +130,7 @@ class TokenBuffer:
                 held.logprobs.extend(new.logprobs)
                 held.versions.extend([version] * len(new.tokens))
                 held.finish_reason = new.finish_reason
+                self._num_tokens += len(new.tokens)
             self._generated += num_made
         return num_made
 
@@ -152,13 +156,20 @@ class TokenBuffer:
         with self._lock:
             for request_id in request_ids:
                 held = self._held.pop(request_id, None)
-                if held is not None and not held.finish_reason:
-                    unfinished.append(request_id)
+                if held is not None:
+                    self._num_tokens -= len(held.tokens)
+                    if not held.finish_reason:
+                        unfinished.append(request_id)
         return unfinished
 
     @property
     def num_requests(self) -> int:
         return len(self._held)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all requests that are held, prefixes included."""
+        return self._num_tokens
 
     @property
     def tokens_generated(self) -> int:

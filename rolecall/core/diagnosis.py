@@ -19,7 +19,6 @@ class ActionKind(StrEnum):
     TOLERATE = "tolerate"
     RESTART_RANK = "restart_rank"
     REPLACE_REPLICA = "replace_replica"
-    BORROW_REPLICA = "borrow_replica"
     REPLACE_NODE = "replace_node"
     RESTART_ROLE = "restart_role"
     RESTART_JOB = "restart_job"
@@ -161,6 +160,20 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """What the newest samples show of one replica. None: not known."""
+
+    requests: int | None = None  # unfinished ones that it holds
+    tokens: int | None = None  # of these, and of finished ones that nobody has acknowledged yet
+    rss_bytes: int = 0  # of all its ranks
+    available_bytes: int | None = None  # memory that its node could still give to processes
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        return cls(**{k: v for k, v in record.items() if k in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
     """A failure unit at planning time; a later incarnation is not a target."""
 
@@ -177,6 +190,8 @@ class Plan:
     because: str
     also_hit: tuple[str, ...] = ()
     """Other replicas that the action would disturb, as text."""
+    lent: tuple[PlanTarget, ...] = ()
+    """Healthy replicas that end and lend their nodes to targets, until nodes are free for them."""
 
     @property
     def intent(self) -> str:
@@ -190,7 +205,8 @@ class Plan:
             case ActionKind.REPLACE_REPLICA:
                 return f"replace {what}"
             case ActionKind.REPLACE_NODE:
-                return f"move {what} to another node"
+                lent = ", ".join(f"{t.node}, which {t.replica}#{t.incarnation} lends" for t in self.lent)
+                return f"move {what} to {lent or 'another node'}"
             case ActionKind.RESTART_ROLE:
                 return f"restart all replicas of a role: {what}"
             case ActionKind.RESTART_JOB:
@@ -203,12 +219,15 @@ class Plan:
         if self.action is ActionKind.RESTART_JOB:
             return in_words(self.action)
         targets = ", ".join(f"{t.replica}#{t.incarnation}" if t.incarnation else t.replica for t in self.targets)
-        return f"{in_words(self.action)} of {targets}" if targets else in_words(self.action)
+        lent = ", ".join(f"{t.replica}#{t.incarnation}" for t in self.lent)
+        borrowing = f" by that of {lent}" if lent else ""
+        return f"{in_words(self.action)} of {targets}{borrowing}" if targets else in_words(self.action)
 
     @property
     def digest(self) -> str:
-        """An approval is bound to it: action, targets with incarnations, and the incident."""
+        """An approval is bound to it: action, targets and lenders with incarnations, and the incident."""
         what = [self.incident_id, str(self.action), [[t.replica, t.incarnation, t.node] for t in self.targets]]
+        what += [[[t.replica, t.incarnation, t.node] for t in self.lent]] if self.lent else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -220,5 +239,6 @@ class Plan:
             "action": ActionKind(record["action"]),
             "targets": tuple(PlanTarget(**t) for t in record["targets"]),
             "also_hit": tuple(record["also_hit"]),
+            "lent": tuple(PlanTarget(**t) for t in record.get("lent", ())),  # absent in older journals
         }
         return cls(**{**{k: v for k, v in record.items() if k != "digest"}, **fixed})

@@ -17,6 +17,10 @@ STANDBY_ROLES: Mapping[str, str] = MappingProxyType({STANDBY_ROLE: "rollout", TR
 promoted; it then takes the name of the replica it replaces."""
 
 
+COMPUTING_ROLES = frozenset({"trainer", "rollout", *STANDBY_ROLES})
+"""Roles whose ranks need a device, and whose replicas therefore have a node of their own."""
+
+
 def is_standby(replica: str) -> bool:
     return replica.partition("/")[0] in STANDBY_ROLES
 
@@ -43,11 +47,16 @@ class ReplicaState(StrEnum):
 class Desired:
     replica: ReplicaId
     incarnation: int  # from 1
-    node: NodeId
+    node: NodeId  # empty: it has lent its node
     prefer_standby: bool = True
     fence: int = 0  # fencing number of the last writer; 0: the runtime itself, at start
     because: str = ""
     incident_id: str | None = None
+
+    @property
+    def lent(self) -> bool:
+        """It has lent its node to another replica: older incarnations end, and this one is not started."""
+        return not self.node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

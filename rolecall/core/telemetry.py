@@ -73,6 +73,7 @@ class ProcessSample:
     work_units: int = 0  # number of finished work units in busy_seconds
     tokens: int = 0
     requests_active: int = 0
+    tokens_held: int = 0  # rollout: of the requests that it holds, generated here or elsewhere
     loss: float = float("nan")
     grad_norm: float = float("nan")
     reward: float = float("nan")

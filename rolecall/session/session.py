@@ -290,8 +290,9 @@ class Session:
             for r, record in current.items()
             if record.state is ReplicaState.SERVING and r in desired and record.incarnation == desired[r].incarnation
         }
-        wanted = {r for r in desired if not is_standby(r)}
-        standbys = [r for r in desired if is_standby(r)]
+        running = [r for r, record in desired.items() if not record.lent]
+        wanted = {r for r in running if not is_standby(r)}
+        standbys = [r for r in running if is_standby(r)]
         opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
         closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
         restarted = journal.events(kinds=[EventKind.COMPONENT_RESTARTED])

@@ -121,7 +121,9 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Rendera
         )
         replicas = [r for r in replicas if r["state"] not in SERVING]
     rows = [
-        (
+        _lender(r, now)
+        if r.get("lent") is not None
+        else (
             _text(f"{r['replica']}#{r['incarnation']}"),
             _text((r["state"] or "not started", _REPLICA_STYLES.get(r["state"], WARN))),
             _text(str(r["node"]), f" with {r['partner']}" if r.get("partner") else ""),
@@ -132,6 +134,13 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Rendera
         for r in replicas
     ]
     return [*lines, Rows(rows)]
+
+
+def _lender(r: Mapping[str, Any], now: float) -> tuple[Text, Text, Text, Text]:
+    lent = r["lent"]
+    where = f"{lent['node']} to {lent['to']}" if lent else ""
+    since = (ago(lent["since"], now), SOFT) if lent else ""
+    return _text(f"{r['replica']}#{r['incarnation']}"), _text(("lent its node", WARN)), _text(where), _text(since)
 
 
 def _jobs(ranks: Sequence[Mapping[str, Any]]) -> list[RenderableType]:

@@ -21,7 +21,7 @@ from rolecall.recovery.incidents import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import evaluation_sentence, headline
 from rolecall.views.journal_reader import JournalReader
-from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection
+from rolecall.views.snapshot import LENT, IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,15 @@ SENTENCE_LINES = 3
 """Of an open incident's text; the rest is cut."""
 RAGGED = 4
 """Columns that a long word may leave empty, plus the indent."""
-_STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "yellow", "lost": "bold red"}
-_SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
+_STYLE = {
+    "serving": "green",
+    "ready": "cyan",
+    "starting": "yellow",
+    "wanted": "yellow",
+    "lent": "yellow",
+    "lost": "bold red",
+}
+_SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lent": "⇄", "lost": "✕", "stopped": "·"}
 
 
 def render(snapshot: RunSnapshot, title: str = "", width: int = 80) -> RenderableType:
@@ -184,7 +191,9 @@ def plain_lines(before: RunSnapshot | None, now: RunSnapshot, *, progress_due: b
     states = {r.replica: (r.incarnation, r.state) for r in before.replicas} if before else {}
     for row in now.replicas:
         if before and states.get(row.replica) != (row.incarnation, row.state):
-            lines.append(f"{at}{row.replica}#{row.incarnation} on {row.node}: {row.state}")
+            where = f" on {row.node}" if row.node else ""
+            state = "lent its node" if row.state == LENT else row.state
+            lines.append(f"{at}{row.replica}#{row.incarnation}{where}: {state}")
     known = {i.incident_id: i for i in (*before.open_incidents, *before.closed_incidents)} if before else {}
     for incident in (*now.open_incidents, *now.closed_incidents):
         old = known.get(incident.incident_id)

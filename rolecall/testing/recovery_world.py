@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Fate, Suspect
+from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
@@ -59,7 +59,9 @@ class FakeRuntime:
         *,
         ready_seconds: float = 1.0,
         serving_seconds: float = 1.0,
+        shared_head: bool = False,
     ) -> None:
+        """`shared_head`: reward workers run on the first node, as in the bundled runtime."""
         self.journal, self.clock = journal, clock
         self.ready_seconds, self.serving_seconds = ready_seconds, serving_seconds
         self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before they are ready
@@ -69,7 +71,8 @@ class FakeRuntime:
         self.processes: dict[str, _FakeReplicaProcess] = {}
         self.replaced: list[tuple[str, int]] = []  # (replica, incarnation that was taken down), in order
         for number, replica in enumerate(replicas):
-            node = NodeId(f"node-{number}")
+            on_head = shared_head and replica.startswith("reward/")
+            node = NodeId(f"node-{0 if on_head else number}")
             journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=node))
             self.processes[replica] = _FakeReplicaProcess(
                 incarnation=1, state=ReplicaState.SERVING, next_at=0.0, was_ready=True
@@ -94,10 +97,18 @@ class FakeRuntime:
         now = self.clock.monotonic()
         for replica, desired in self.journal.desired().items():
             process = self.processes.get(replica)
-            if process is None or desired.incarnation > process.incarnation:
+            if desired.lent:
+                self._end(replica, process)
+            elif process is None or desired.incarnation > process.incarnation:
                 self._start(replica, desired, now)
             elif now >= process.next_at and process.state in (ReplicaState.STARTING, ReplicaState.READY):
                 self._advance(replica, process, now)
+
+    def _end(self, replica: str, process: _FakeReplicaProcess | None) -> None:
+        if process is not None and process.state not in (ReplicaState.STOPPED, ReplicaState.LOST):
+            self.replaced.append((replica, process.incarnation))
+            process.state = ReplicaState.STOPPED
+            self._write(replica, because="replaced")
 
     def _start(self, replica: str, desired: Desired, now: float) -> None:
         before = self.processes.get(replica)
@@ -156,6 +167,9 @@ class FakeDetector:
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
         self.without_process: set[str] = set()  # replicas
+        self.known_to_have_worked: set[tuple[str, int]] = set()
+        self.without_work: set[str] = set()  # replicas
+        self.known_loads: dict[str, ReplicaLoad] = {}
 
     def observe(self, observation: Any) -> list[Diagnosis]:
         del observation
@@ -181,6 +195,13 @@ class FakeDetector:
         moves = self.runtime.healthy(replica) and process.incarnation >= incarnation_min
         return moves, f"{replica}#{process.incarnation} {'works' if moves else 'does not work'}"
 
+    def waits(self, replica: str, incarnation_min: int) -> bool:
+        del incarnation_min
+        return replica in self.without_work
+
+    def has_worked(self, replica: str, incarnation: int) -> bool:
+        return (replica, incarnation) in self.known_to_have_worked
+
     def fate(self, suspect: Suspect) -> tuple[Fate, str]:
         if suspect.replica in self.without_process:
             return Fate.ENDED, f"no process of {suspect.replica} is left"
@@ -193,6 +214,9 @@ class FakeDetector:
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))
+
+    def loads(self) -> Mapping[str, ReplicaLoad]:
+        return self.known_loads
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         return {"at": self.runtime.clock.wall()}

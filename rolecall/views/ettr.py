@@ -7,9 +7,9 @@ recover and the rollouts run, a window counts
 
 because the rollouts continue to generate. The paper does not define the cost of a lost rollout. Here, while k of the
 rollouts are lost, the window counts (num_rollouts - k + active trainers) / (num_rollouts + num_trainers), so the result
-is never higher than the paper's. From the fault until the interrupted step is committed, no trainer counts; from then
-until the replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does some
-work.
+is never higher than the paper's. A rollout that has lent its node is lost, too. From the fault until the interrupted
+step is committed, no trainer counts; from then until the replacement serves, the survivors do. A replica slowed by a
+fault counts as lost, although it still does some work.
 
 The time runs from the first membership epoch with a trainer and a rollout until now (`counted_until`); of an ended run
 to its last committed step. An open incident costs its suspects from the onset until now.
@@ -32,6 +32,8 @@ from rolecall.views.incidents import (
     CLOCK_SLACK_SECONDS,
     IncidentSummary,
     InjectedFault,
+    LentReplicas,
+    LentTime,
     MatchedIncidents,
     summarize_incidents,
 )
@@ -171,17 +173,22 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
             for replica in sorted(since)
         ]
         found += _losses_of_restart(summary, end)
+    classes = {s.incident.incident_id: str(s.incident.diagnosis.fault_class) for s in joined.summaries}
+    found += [_loss_of_lender(lent, classes.get(lent.incident_id, UNDETECTED), end) for lent in joined.lent]
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
 
 
+def _loss_of_lender(lent: LentTime, fault: str, end: float) -> Loss:
+    until = end if lent.until is None else min(lent.until, end)
+    return Loss(replica=lent.replica, since=lent.since, until=until, fault=fault, incident_id=lent.incident_id)
+
+
 def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
-    """Of the replicas that a restart took down, each until it serves; trainers wait for the last of them."""
-    serving = {r.replica: r.serving_at for r in summary.replacements}
+    """Of the replicas that restarts took down, each until it serves; trainers wait for the last of them."""
     found = []
-    for replica, since in sorted(summary.restarted.items()):
-        at = serving.get(replica) if replica in serving else summary.ends_at
-        until = end if at is None else min(at, end)
+    for replica, since, serves_at in sorted(summary.restarts, key=lambda r: r[:2]):
+        until = end if serves_at is None else min(serves_at, end)
         found.append(
             Loss(
                 replica=replica,
@@ -371,6 +378,8 @@ class EttrAccumulator:
     _ended: bool = False
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_RETAINED_MAX))
     _losses: list[Loss] = field(default_factory=list)  # of closed incidents, not settled yet
+    _lent: LentReplicas = field(default_factory=LentReplicas)
+    _lent_for: dict[str, str] = field(default_factory=dict)  # incident -> fault class, of replicas that are lent now
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
 
@@ -388,9 +397,23 @@ class EttrAccumulator:
             self._ended = True
         if event.kind in INCIDENT_KINDS:
             return self._take_incident(event)
+        self._take_lent(event)
         if event.kind in RETAINED:
             self._events.append(event.slim())
         return None
+
+    def _take_lent(self, event: Event) -> None:
+        over = self._lent.take(event)
+        if over is not None:
+            self._losses.append(self._loss_of_lender(over, event.wall_at))
+        elif event.kind is _K.NODE_LENT and event.incident_id in self.open_incidents:
+            fault = self.open_incidents[event.incident_id].diagnosis.fault_class
+            self._lent_for[event.incident_id] = str(fault)
+        lenders = {lent.incident_id for lent in self._lent.open.values()}
+        self._lent_for = {which: fault for which, fault in self._lent_for.items() if which in lenders}
+
+    def _loss_of_lender(self, lent: LentTime, end: float) -> Loss:
+        return _loss_of_lender(lent, self._lent_for.get(lent.incident_id, UNDETECTED), end)
 
     def _take_incident(self, event: Event) -> IncidentSummary | None:
         which = event.incident_id or ""
@@ -430,6 +453,7 @@ class EttrAccumulator:
             matched, faults = self._summarized(incident)
             found += losses(matched, end)
             detected |= faults
+        found += [self._loss_of_lender(lent, end) for lent in self._lent.open.values()]
         return found + losses(MatchedIncidents(missed=tuple(f for f in self.faults if f not in detected)), end)
 
     def _summarized(self, incident: Incident) -> tuple[MatchedIncidents, set[InjectedFault]]:
@@ -439,7 +463,7 @@ class EttrAccumulator:
         faults = [f for f in self.faults if f not in self._matched]
         with suppress(LookupError, TypeError, ValueError):
             joined = summarize_incidents(events, incarnation_records(events, {}), faults, incidents=[incident])
-            return replace(joined, missed=()), {f for f in faults if f not in joined.missed}
+            return replace(joined, missed=(), lent=()), {f for f in faults if f not in joined.missed}
         return MatchedIncidents(), set()
 
     def _between(self, start: float, end: float, lost: Iterable[Loss]) -> dict[Cause, float]:
@@ -454,7 +478,8 @@ class EttrAccumulator:
             self._events.popleft()
         if until <= self._settled_until:
             return
-        for cause, seconds in self._between(self._settled_until, until, self._losses).items():
+        lent = [self._loss_of_lender(lent, math.inf) for lent in self._lent.open.values()]
+        for cause, seconds in self._between(self._settled_until, until, [*self._losses, *lent]).items():
             self._settled[cause] = self._settled.get(cause, 0.0) + seconds
         self._settled_until = until
         self._losses = [c for c in self._losses if c.until > until]

@@ -20,17 +20,19 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     ActionStarted,
     ComponentRestarted,
+    NodeLent,
     ReplicaReady,
     RequestsReassigned,
     StepCommitted,
     StepInterrupted,
+    WeightsAdmitted,
 )
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
@@ -122,6 +124,8 @@ class IncidentSummary:
     diagnosed_correctly: bool | None = None  # None without a fault
     further_faults: tuple[InjectedFault, ...] = ()  # hit this incident's own replacements: resolved with it, or not
     replacements: tuple[IncarnationRecord, ...] = ()  # that the newest plan requested
+    restarts: tuple[tuple[str, float, float | None], ...] = ()
+    """Replica, when a restart of its role or of the job took it down, and until when; None: it has not served since."""
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
     tokens_kept: int = 0
@@ -159,16 +163,6 @@ class IncidentSummary:
     def ends_at(self) -> float | None:
         """Close time; while it is open, `resolved_at`."""
         return self.incident.closed_at if self.incident.closed_at is not None else self.resolved_at
-
-    @property
-    def restarted(self) -> dict[str, float]:
-        """Replica -> when a restart of its role or of the job took it down."""
-        found: dict[str, float] = {}
-        for attempt in self.incident.attempts:
-            if attempt.started_at is not None and attempt.plan.action.is_restart:
-                for target in attempt.plan.targets:
-                    found.setdefault(target.replica, attempt.started_at)
-        return found
 
     @property
     def partners(self) -> dict[str, float]:
@@ -244,10 +238,45 @@ class IncidentSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LentTime:
+    """Time in which a rollout did not work because it had lent its node. Wall seconds; None: it has not yet served
+    again."""
+
+    replica: str
+    incarnation: int  # that ended
+    since: float
+    until: float | None = None
+    incident_id: str = ""
+
+
+@dataclass
+class LentReplicas:
+    """Replicas without a node of their own, event by event. Owned by one reader."""
+
+    open: dict[str, LentTime] = field(default_factory=dict)
+
+    def take(self, event: Event) -> LentTime | None:
+        """Returns the time of a replica that serves again."""
+        match event.payload:
+            case NodeLent() as said:
+                self.open[said.replica] = LentTime(
+                    replica=said.replica,
+                    incarnation=said.incarnation,
+                    since=event.wall_at,
+                    incident_id=event.incident_id or "",
+                )
+            case WeightsAdmitted() as said if said.replica in self.open:
+                if said.incarnation > self.open[said.replica].incarnation:
+                    return replace(self.open.pop(said.replica), until=event.wall_at)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedIncidents:
     summaries: tuple[IncidentSummary, ...] = ()
     missed: tuple[InjectedFault, ...] = ()
     false_alarms: tuple[str, ...] = ()  # incident ids
+    lent: tuple[LentTime, ...] = ()
 
 
 def summarize_incidents(
@@ -267,9 +296,21 @@ def summarize_incidents(
     found, missed, false_alarms = _join([IncidentSummary(incident=i) for i in incidents], faults)
     work = _Work(events)
     summaries = [
-        _work_lost(replace(s, replacements=_replacements(s.incident, known)), work, steps_undone or {}) for s in found
+        _work_lost(
+            replace(s, replacements=_replacements(s.incident, known), restarts=_restarts(s.incident, known)),
+            work,
+            steps_undone or {},
+        )
+        for s in found
     ]
-    return MatchedIncidents(summaries=tuple(summaries), missed=tuple(missed), false_alarms=tuple(false_alarms))
+    replicas = LentReplicas()
+    over = [lent for e in events if (lent := replicas.take(e)) is not None]
+    return MatchedIncidents(
+        summaries=tuple(summaries),
+        missed=tuple(missed),
+        false_alarms=tuple(false_alarms),
+        lent=(*over, *replicas.open.values()),
+    )
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
@@ -282,7 +323,8 @@ def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
         if isinstance(event.payload, ComponentRestarted) and event.payload.what == "supervisor":
             named |= ready
         if isinstance(event.payload, ActionStarted):
-            named |= {(t.replica, t.incarnation) for t in event.payload.plan.targets}
+            plan = event.payload.plan
+            named |= {(t.replica, t.incarnation) for t in (*plan.targets, *plan.lent)}
     return frozenset(named)
 
 
@@ -352,6 +394,23 @@ def _replacements(incident: Incident, known: Mapping[Key, IncarnationRecord]) ->
     return tuple(record for record in records if record is not None)
 
 
+def _restarts(
+    incident: Incident, known: Mapping[Key, IncarnationRecord]
+) -> tuple[tuple[str, float, float | None], ...]:
+    """Of every restart that was begun, also of one that failed: most of what it took down serves again."""
+    begun = [a for a in incident.attempts if a.started_at is not None]
+    found = []
+    for number, attempt in enumerate(begun):
+        for target in attempt.plan.targets if attempt.plan.action.is_restart else ():
+            record = known.get((target.replica, target.incarnation + 1))
+            later = [a for a in begun[number + 1 :] if target.replica in {t.replica for t in a.plan.targets}]
+            until = record.serving_at if record is not None else incident.closed_at
+            if until is None and later:
+                until = later[0].started_at
+            found.append((str(target.replica), attempt.started_at or 0.0, until))
+    return tuple(found)
+
+
 class _Work:
     """Work events by time, so that each incident reads only its own time span."""
 
@@ -369,8 +428,9 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | summary.affected
-    affected |= summary.restarted.keys() | summary.partners.keys()
+    affected = {s.replica for s in suspects if s.replica} | summary.affected | {r for r, _, _ in summary.restarts}
+    affected |= summary.partners.keys()
+    affected |= {str(t.replica) for a in summary.incident.attempts if a.started_at for t in a.plan.lent}
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf
     during = work.between(since, until)

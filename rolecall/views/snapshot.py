@@ -27,6 +27,8 @@ RATE_SECONDS, RATE_STEPS = 15.0, 3.0
 """Tokens per second are averaged over this time, or over this many steps if those take longer: a stall shows within
 it."""
 REWARDS_KEPT = 2000
+LENT = "lent"
+"""State of a replica that has lent its node to another one and does not run."""
 CLOSED_SHOWN = 3
 
 _K = EventKind
@@ -37,7 +39,7 @@ class ReplicaRow:
     replica: str
     node: str
     incarnation: int
-    state: str  # of `ReplicaState`, or "wanted": desired, but not running yet
+    state: str  # of `ReplicaState`; or "wanted": desired, but not running yet; or "lent": it has lent its node
     policy_version: int = -1
     partner: str = ""  # the other replica of its hybrid
 
@@ -256,6 +258,9 @@ def replica_rows(
                     policy_version=version,
                 )
             )
+        elif wanted is not None and wanted.lent:
+            # The incarnation that ended: the next one is not started as long as it has no node.
+            rows.append(ReplicaRow(replica=replica, node="", incarnation=wanted.incarnation - 1, state=LENT))
         elif wanted is not None:
             rows.append(ReplicaRow(replica=replica, node=wanted.node, incarnation=wanted.incarnation, state="wanted"))
     return tuple(sorted(rows, key=lambda row: replica_order(row.replica)))

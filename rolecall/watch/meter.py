@@ -66,8 +66,9 @@ class MeteredDetector:
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
-        self.progressing, self.fate, self.survives = detector.progressing, detector.fate, detector.survives
-        self.forget, self.window = detector.forget, detector.window
+        self.progressing, self.waits, self.has_worked = detector.progressing, detector.waits, detector.has_worked
+        self.fate, self.survives = detector.fate, detector.survives
+        self.forget, self.window, self.loads = detector.forget, detector.window, detector.loads
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
         meter = self._meter

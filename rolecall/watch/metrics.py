@@ -39,7 +39,9 @@ from rolecall.views.run_totals import RunAccount
 MODES = ("observe", "approve", "act")
 WANTED = "wanted"
 """State of a replica whose desired incarnation has no record yet."""
-STATES = (WANTED, *map(str, ReplicaState))
+LENT = "lent"
+"""State of a replica that has lent its node to another one."""
+STATES = (WANTED, LENT, *map(str, ReplicaState))
 NAME_CHARS_MAX = 120
 NUM_SUSPECTS_MAX = 1_000
 NUM_UNREACHABLE_MAX = 1_000
@@ -286,9 +288,9 @@ def _replica_values(fleet: FleetView, account: RunAccount) -> Iterator[MetricVal
     wanted: Counter[str] = Counter()
     for replica in fleet.replicas:
         there = replica.incarnation >= replica.desired_incarnation and replica.state is not None
-        state = str(replica.state) if there else WANTED
+        state = LENT if replica.lent else str(replica.state) if there else WANTED
         tally[replica.role, state] += 1
-        wanted[replica.role] += 1
+        wanted[replica.role] += not replica.lent
         yield _value("replica_state", 1.0, replica.role, replica.replica, state)
         yield _value("replica_incarnation", replica.desired_incarnation, replica.role, replica.replica)
         version = account.policy_versions.get(replica.replica)

@@ -139,8 +139,9 @@ class _PersistentDetector:
             logger.warning("%s is damaged (%s): starting without learned state", self._path, e)
         passed_on = self._detector
         self.processes, self.progressing = passed_on.processes, passed_on.progressing
+        self.waits, self.has_worked = passed_on.waits, passed_on.has_worked
         self.fate, self.survives = passed_on.fate, passed_on.survives
-        self.forget, self.window = passed_on.forget, passed_on.window
+        self.forget, self.window, self.loads = passed_on.forget, passed_on.window, passed_on.loads
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
         of_panels: tuple[Finding, ...] = ()

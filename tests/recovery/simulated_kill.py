@@ -1,6 +1,6 @@
 """Ends the control loop at its n-th journal write or actuator call, as SIGKILL would."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import Payload
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators import ActionResult, Actuator
+from rolecall.recovery.borrowing import Comeback
 
 
 class SimulatedKill(BaseException):
@@ -104,7 +105,10 @@ class KillableActuator:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         return self._inner.also_hit(plan)
 
-    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
         self.performed.append(plan)
-        result: ActionResult = self._switch.around("perform", lambda: self._inner.perform(plan, lease))
+        result: ActionResult = self._switch.around("perform", lambda: self._inner.perform(plan, lease, lost_nodes))
         return result
+
+    def resume(self, comeback: Comeback, lease: Lease) -> None:
+        self._switch.around("resume", lambda: self._inner.resume(comeback, lease))

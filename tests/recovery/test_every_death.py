@@ -15,6 +15,7 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
+from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import INCIDENT_KINDS, NOT_STARTED, Attempt, IncidentState
 from rolecall.recovery.interfaces import Message
@@ -228,10 +229,23 @@ def drained(world: World) -> None:
     commands.drain(_run(world), world.journal.current()[ReplicaId("trainer/1")].node, "alice", "a fan", world.clock)
 
 
+def borrows(world: World) -> None:
+    """No node is free for a trainer, so a rollout lends its own; somebody repairs the faulty node soon after."""
+    node = world.journal.current()[ReplicaId("trainer/1")].node
+    found = diagnosis(FaultClass.GPU, ("trainer/1", 1), onset=world.clock.wall())
+    world.detector.extra = [replace(found, suspects=(replace(found.suspects[0], node=node),))]
+
+    def repairs() -> None:
+        if world.events(K.NODE_LENT) and node in quarantined_nodes(world.journal):
+            commands.return_node(_run(world), node, "alice", "a new GPU", world.clock)
+
+    world.others.append(repairs)
+
+
 SCENARIOS: list[Scenario] = [
     crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated, gets_worse, moves_to_another_node,
     nobody_diagnoses, approved, rejected, lapses, observed, code_explains_it, asked_by_a_person,
-    held_by_a_person, held_and_lifted, vetoed_while_held, node_at_fault, drained,
+    held_by_a_person, held_and_lifted, vetoed_while_held, node_at_fault, drained, borrows,
 ]  # fmt: skip
 CONFIGS: dict[Scenario, dict[str, Any]] = {
     approved: {"mode": "approve"},
@@ -239,7 +253,10 @@ CONFIGS: dict[Scenario, dict[str, Any]] = {
     held_and_lifted: {"mode": "approve"},
     lapses: {"mode": "approve", "approval_timeout_seconds": 5.0},
     observed: {"mode": "observe"},
-    moves_to_another_node: {"verification_timeout_seconds": 5.0},
+    moves_to_another_node: {"verification_timeout_seconds": 5.0, "free_nodes": 1},
+    node_at_fault: {"free_nodes": 1},
+    drained: {"free_nodes": 1},
+    borrows: {"free_nodes": 0},
 }
 PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED, K.HOLD_PLACED, K.HOLD_LIFTED, K.DIAGNOSIS_REVIEWED})
 
@@ -276,7 +293,7 @@ def _undisturbed(path: Path, scenario: Scenario) -> tuple[dict[str, object], lis
     scenario(world)
     _finish(world, watch)
     points = world.switch.points
-    written = [p for p in points if p.startswith("after") and p != "after perform"]
+    written = [p for p in points if p.startswith("after") and p not in ("after perform", "after resume")]
     assert world.switch.num_transactions == len(written), "a write that passes no switch"
     return _outcome(world), points
 
@@ -288,7 +305,8 @@ def _world(path: Path, scenario: Scenario) -> World:
 def test_every_kind_of_write_is_enumerated(tmp_path: Path) -> None:
     points = {p for s in SCENARIOS for p in _undisturbed(tmp_path / s.__name__, s)[1]}
     kinds = {K.LEASE_ACQUIRED, K.JOB_STOP_REQUESTED, K.NODE_QUARANTINED, *INCIDENT_KINDS} - PEOPLE_WRITE
-    others = {"acquire", "perform", "set_desired", "set_flag stop", "set_flag notified", "save_window"}
+    kinds |= {K.NODE_LENT, K.LENDER_RESUMED}
+    others = {"acquire", "perform", "resume", "set_desired", "set_flag stop", "set_flag notified", "save_window"}
     wanted = {f"append {k}" for k in kinds} | others
     assert {p.removeprefix("before ") for p in points if p.startswith("before ")} == wanted
 

@@ -304,11 +304,11 @@ def test_two_deaths_on_first_start_are_not_hardware(world: World) -> None:
     assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
 
 
-def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> None:
+def test_a_replacement_that_never_works_moves_to_another_node(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
     world.runtime.starts_that_hang["rollout/1"] = 1
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
-    before = world.journal.desired()["rollout/1"].node  # type: ignore[index]
     world.until(world.all_closed, watch)
     incident = world.only()
     assert incident.outcome is IncidentOutcome.RESOLVED
@@ -316,7 +316,8 @@ def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> N
         ("replace_replica", "no_progress"),
         ("replace_node", None),
     ]
-    assert world.journal.desired()["rollout/1"].node != before  # type: ignore[index]
+    (left,) = incident.attempts[-1].plan.targets
+    assert world.journal.desired()[left.replica].node != left.node
 
 
 @pytest.mark.parametrize("at_once", [1, 2])

@@ -74,8 +74,8 @@ def test_watch_never_quarantines_more_than_its_share(shut: int, share: float, ta
     assert to_quarantine(["n1"], ["n1"], known, share) == ([], []), "it is quarantined already"
 
 
-def running(path: Path, **config: Any) -> tuple[World, RunDir, Watch]:
-    world = World(path, **config)
+def running(path: Path, *, free_nodes: int = 2, **config: Any) -> tuple[World, RunDir, Watch]:
+    world = World(path, free_nodes=free_nodes, **config)
     watch = world.watch()
     world.step(watch)
     return world, RunDir(path), watch
@@ -125,7 +125,7 @@ def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
     node = node_of(world, "rollout/1")
     commands.quarantine(run, node, "alice", "ECC errors", world.clock)
     assert "is back in service" in commands.return_node(run, node, "bob", "new GPU", world.clock)
-    with pytest.raises(CommandRefused, match="is not quarantined"):
+    with pytest.raises(CommandRefused, match="neither quarantined nor lost"):
         commands.return_node(run, node, "bob", "again", world.clock)
     faulty(world, "rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)
@@ -133,7 +133,7 @@ def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
 
 
 def test_no_node_is_left(tmp_path: Path) -> None:
-    world, run, watch = running(tmp_path)
+    world, run, watch = running(tmp_path, free_nodes=0)
     for node in sorted({node_of(world, r) for r in world.runtime.processes}):
         commands.quarantine(run, node, "alice", "the whole rack", world.clock)
     faulty(world, "rollout/1", FaultClass.CRASH)
@@ -170,11 +170,12 @@ def test_a_drain_goes_through_the_guards(tmp_path: Path) -> None:
 
 
 def test_a_drain_lists_replicas_that_cannot_be_moved(tmp_path: Path) -> None:
-    world, run, watch = running(tmp_path)
+    world, run, watch = running(tmp_path, free_nodes=0)
     every = sorted({node_of(world, r) for r in world.runtime.processes})
     for node in every[1:]:
         commands.quarantine(run, node, "alice", "the whole rack", world.clock)
-    assert "no other node can take them" in commands.drain(run, every[0], "alice", "and this", world.clock)
+    said = commands.drain(run, every[0], "alice", "and this", world.clock)
+    assert "no node is free for controller/0, reward/0, reward/1: on-call is paged" in said
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == []
 
@@ -253,7 +254,7 @@ def test_a_process_fault_quarantines_no_node(tmp_path: Path) -> None:
     ("config", "called"), [({"quarantined_share_max": 0.1}, True), ({"quarantined_share_max": 0.0}, False)]
 )
 def test_beyond_its_share_watch_calls_an_operator(tmp_path: Path, config: dict[str, Any], called: bool) -> None:
-    world, _, watch = running(tmp_path, **config)
+    world, _, watch = running(tmp_path, free_nodes=1, **config)
     faulty(world, "rollout/1", FaultClass.GPU)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and quarantined_nodes(world.journal) == frozenset()

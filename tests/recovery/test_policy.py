@@ -488,3 +488,14 @@ def test_with_the_scope_job_standbys_requests_and_the_jobs_own_code_are_handled_
     assert action(diagnosis(F.CANNOT_TELL, ONE, detectors=(OPERATOR,))) is A.REPLACE_REPLICA
     assert action(diagnosis(F.USER_CODE, ONE)) is A.STOP_JOB
     assert decide(ask(diagnosis(F.CRASH, ONE), scope="job")).plan.action is A.REPLACE_REPLICA, "if it can do no other"
+
+
+def test_with_the_scope_job_slowness_is_weighed_at_the_cost_of_every_replica() -> None:
+    supports = SUPPORTS | {A.RESTART_JOB}
+    slow = diagnosis(F.SLOW, ONE, gain_ratio=2.0)
+    config: dict[str, Any] = {"scope": "job", "horizon_seconds": 200.0, "supports": supports}
+    decision = decide(ask(slow, **config))
+    assert decision.plan.action is A.TOLERATE
+    assert "100 s of its work, less than the 30 s x 5 replicas = 150 s it costs" in decision.plan.because
+    assert decide(ask(slow, **{**config, "horizon_seconds": 400.0})).plan.action is A.RESTART_JOB
+    assert decide(ask(slow, **{**config, "scope": "replica"})).plan.action is A.REPLACE_REPLICA

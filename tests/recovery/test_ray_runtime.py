@@ -78,7 +78,8 @@ def test_a_watch_that_lost_the_lease_does_nothing(world: World, action: ActionKi
     assert desired(world, "rollout/1").incarnation == 1 and world.journal.flag("stop") is None
 
 
-def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> None:
+def test_moving_chooses_another_node_and_a_repetition_the_same(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
     actuator, lease = RayRuntime(world.journal), take(world)
     moved = plan(("rollout/1", 1, "node-4"), action=A.REPLACE_NODE)
     actuator.perform(moved, lease)
@@ -133,6 +134,13 @@ def test_a_restart_leaves_quarantined_nodes_each_replica_for_another_one(world: 
     assert len(set(moved)) == 2 and not set(moved) & {"node-4", "node-7"}
     assert "node-20" not in moved, "the standby stays there and is not promoted"
     assert all(d.node == f"node-{n}" for n, d in enumerate(now.values()) if n not in (4, 7))
+
+
+def test_a_restart_leaves_lost_nodes_that_are_not_quarantined(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
+    assert RayRuntime(world.journal).perform(RESTART, take(world), lost_nodes={"node-4"}).done
+    assert desired(world, "rollout/1").node == "node-8"
+    assert desired(world, "rollout/0").node == "node-3"
 
 
 def test_a_restart_that_has_no_node_left_changes_nothing(world: World) -> None:

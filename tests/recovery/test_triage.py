@@ -82,3 +82,14 @@ def test_a_replica_that_dies_during_a_restart_belongs_to_it() -> None:
     during = replace(RESTARTED, state=S.VERIFYING)
     assert triage(crash, [during], AFTER, reported_before=False).kind is TriageAction.FAIL
     assert unrepaired(_lost(AFTER), [during], now=LOST_GRACE_SECONDS) == []
+
+
+def test_one_that_has_worked_since_has_a_fault_of_its_own() -> None:
+    during = replace(RESTARTED, state=S.VERIFYING)
+
+    def action(replica: str) -> TriageAction:
+        crash = diagnosis(F.CRASH, (replica, 2), onset=10.0)
+        return triage(crash, [during], AFTER, reported_before=False, worked=frozenset({replica})).kind
+
+    assert action(HEALTHY) is TriageAction.OPEN
+    assert action(AT_FAULT) is TriageAction.FAIL, "the restart was to help this one"

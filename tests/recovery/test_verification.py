@@ -72,3 +72,54 @@ def test_a_replica_that_left_the_run_is_not_resolved() -> None:
     waiting = verify(plan, fleet=empty, progress={}, done_at=0.0, now=1.0, verification_timeout_seconds=20.0)
     assert not waiting.resolved and waiting.failure is None and "no longer desired" in waiting.because
     assert verify(plan, fleet=empty, progress={}, done_at=0.0, now=21.0, verification_timeout_seconds=20.0).failure
+
+
+@pytest.mark.parametrize(
+    ("waiting", "state", "waited", "resolved", "failure"),
+    [
+        (frozenset({"rollout/2"}), R.SERVING, 19.0, False, None),
+        (frozenset({"rollout/2"}), R.SERVING, 21.0, True, None),
+        (frozenset({"rollout/2"}), R.READY, 21.0, False, ActionFailure.NO_PROGRESS),
+        (frozenset({"rollout/1"}), R.SERVING, 21.0, False, ActionFailure.NO_PROGRESS),
+    ],
+    ids=["it may still get work", "healthy without work", "it does not serve", "another one waits"],
+)
+def test_a_replica_that_gets_no_work_has_not_failed(
+    waiting: frozenset[str], state: ReplicaState, waited: float, resolved: bool, failure: ActionFailure | None
+) -> None:
+    """The next step of the job may take longer than the time for verification."""
+    names = ("rollout/1", "rollout/2")
+    targets = tuple(PlanTarget(replica=ReplicaId(n), incarnation=1, node=NodeId("n")) for n in names)
+    plan = Plan(incident_id=IncidentId("i"), action=ActionKind.RESTART_ROLE, targets=targets, because="")
+    fleet = FleetView(replicas=(view(names[0], "n", desired=2), view(names[1], "n", desired=2, state=state)))
+    found = verify(
+        plan,
+        fleet=fleet,
+        progress={"rollout/1": WORKS, "rollout/2": STILL},
+        waiting=waiting,
+        done_at=100.0,
+        now=100.0 + waited,
+        verification_timeout_seconds=20.0,
+    )
+    assert (found.resolved, found.failure) == (resolved, failure)
+
+
+@pytest.mark.parametrize(("own", "failure"), [(frozenset({"rollout/2"}), None), (frozenset(), ActionFailure.DIED)])
+def test_a_healthy_replica_that_has_worked_and_ends_is_not_the_failure_of_a_restart(
+    own: frozenset[str], failure: ActionFailure | None
+) -> None:
+    names = ("rollout/1", "rollout/2")
+    targets = tuple(PlanTarget(replica=ReplicaId(n), incarnation=1, node=NodeId("n")) for n in names)
+    plan = Plan(incident_id=IncidentId("i"), action=ActionKind.RESTART_ROLE, targets=targets, because="")
+    fleet = FleetView(replicas=(view(names[0], "n", desired=2), view(names[1], "n", desired=2, state=R.LOST)))
+    progress = {"rollout/1": WORKS, "rollout/2": (False, "its process exited")}
+    found = verify(
+        plan,
+        fleet=fleet,
+        progress=progress,
+        own_faults=own,
+        done_at=100.0,
+        now=110.0,
+        verification_timeout_seconds=20.0,
+    )
+    assert (found.resolved, found.failure) == (failure is None, failure)

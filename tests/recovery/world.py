@@ -8,11 +8,12 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import RunStarted
 from rolecall.recovery.actuators import RayRuntime
 from rolecall.recovery.incidents import Incident, fold
 from rolecall.recovery.interfaces import EvidenceCollector
 from rolecall.recovery.loop import Watch
-from rolecall.testing.recovery_world import FakeDetector, FakeRuntime, FakeSource, RecordingNotifier
+from rolecall.testing.recovery_world import FLEET, FakeDetector, FakeRuntime, FakeSource, RecordingNotifier
 from tests.recovery.simulated_kill import KillableActuator, KillableJournal, KillSwitch
 
 TICK_SECONDS = 0.25
@@ -20,12 +21,18 @@ ACT = {"mode": "act", "horizon_seconds": 3600.0, "verification_timeout_seconds":
 
 
 class World:
-    def __init__(self, path: Path, **config: Any) -> None:
+    def __init__(self, path: Path, *, free_nodes: int | None = None, **config: Any) -> None:
+        """`free_nodes`: nodes of the run without a replica; None: the run does not tell its nodes, and each reward
+        worker has one of its own."""
         self.url = f"sqlite:///{path / 'journal.db'}"
         self.clock = FakeClock()
         self.journal = Journal(self.url, clock=self.clock)
         self.config = RecoveryConfig(**{**ACT, **config})
-        self.runtime = FakeRuntime(self.journal, self.clock)
+        self.runtime = FakeRuntime(self.journal, self.clock, shared_head=free_nodes is not None)
+        if free_nodes is not None:
+            nodes = {str(d.node) for d in self.journal.desired().values()}
+            nodes |= {f"node-{len(FLEET) + n}" for n in range(free_nodes)}
+            self.journal.append(RunStarted(seed=0, config_digest="", roles={}, nodes=tuple(sorted(nodes))))
         self.detector = FakeDetector(self.runtime)
         self.notifier = RecordingNotifier()
         self.switch = KillSwitch()

@@ -132,6 +132,8 @@ def test_desired_that_is_not_there_yet_is_wanted() -> None:
     lost = Actual(replica=ReplicaId("rollout/1"), incarnation=1, node=node, state=ReplicaState.LOST)
     assert [(r.incarnation, r.state) for r in replica_rows(wanted, {lost.replica: lost})] == [(2, "wanted")]
     assert [(r.incarnation, r.state) for r in replica_rows({}, {lost.replica: lost})] == [(1, "lost")]
+    lent = {lost.replica: replace(wanted[lost.replica], node=NodeId(""))}
+    assert [(r.incarnation, r.state, r.node) for r in replica_rows(lent, {lost.replica: lost})] == [(1, "lent", "")]
 
 
 def test_before_the_run_has_begun_no_time_is_shown() -> None:

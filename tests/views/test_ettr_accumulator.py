@@ -133,3 +133,40 @@ def _by_sampling(found: list[Loss]) -> float:
         at_work = ROLLOUTS - len(rollouts) + (0 if stalled else TRAINERS - len(trainers))
         effective += (right - left) * at_work / (ROLLOUTS + TRAINERS)
     return effective / 20.0
+
+
+def _lent_for_good(began: float, *, back_at: float | None) -> list[Event]:
+    """trainer/1 loses its node after 10 s, rollout/2 lends its own after 20, the incident is over after 30."""
+    members = [["rollout/2", 1], ["trainer/1", 1]]
+    found = _open_hang(began + 10.0)
+    lent = {"replica": "rollout/2", "incarnation": 1, "node": "node-5", "to": "trainer/1", "because": "it is so"}
+    events = [
+        made_event(seq=1, kind=K.EPOCH_ADVANCED, wall_at=began, body={"members": members}),
+        found,
+        made_event(seq=10, kind=K.NODE_LENT, wall_at=began + 20.0, body=lent, incident_id="i-1"),
+        made_event(
+            seq=11, kind=K.INCIDENT_CLOSED, wall_at=began + 30.0, body={"outcome": "tolerated"}, incident_id="i-1"
+        ),
+    ]
+    if back_at is not None:
+        body = {"replica": "rollout/2", "incarnation": 3}
+        events.append(made_event(seq=12, kind=K.WEIGHTS_ADMITTED, wall_at=back_at, body=body))
+    return [*events, made_event(seq=13, kind=K.STEP_COMMITTED, wall_at=began + 100.0, body={"step": 0})]
+
+
+@pytest.mark.parametrize("settle_seconds", [5.0, 600.0])
+@pytest.mark.parametrize(("back_after", "lost"), [(70.0, 50.0), (None, 80.0)])
+def test_a_rollout_that_has_lent_its_node_is_lost_until_it_serves_again(
+    settle_seconds: float, back_after: float | None, lost: float
+) -> None:
+    began = 1_000.0
+    events = _lent_for_good(began, back_at=None if back_after is None else began + back_after)
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS, settle_seconds=settle_seconds)
+    for event in events:
+        followed.take(event)
+        followed.account(event.wall_at)
+    account = followed.account(began + 100.0)
+    assert account is not None and account.lost["rollout", "hang"] == pytest.approx(lost / (ROLLOUTS + TRAINERS))
+    of_report = losses(summarize_incidents(events, incarnation_records(events, {}), ()), began + 100.0)
+    seconds = lost_seconds(of_report, began, began + 100.0, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    assert by_cause(seconds)["rollout", "hang"] == pytest.approx(lost / (ROLLOUTS + TRAINERS))

@@ -356,6 +356,25 @@ def test_a_restart_costs_every_replica_from_its_start_until_it_serves() -> None:
     assert in_paper == pytest.approx(1 - (18 + 10 * 2 / 3 + 10 / 3) / 100), "no rollout is alive in a restart"
 
 
+def test_a_restart_that_failed_costs_healthy_replicas_until_they_serve() -> None:
+    """Not until on-call has been paged and the incident is closed."""
+    replicas = ("rollout/0", "rollout/1")
+    known = {
+        ("rollout/0", 2): IncarnationRecord(replica="rollout/0", incarnation=2, serving_at=40.0),
+        ("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2),
+    }
+    tale = Tale().opened(11.0, "inc-1", "rollout/1").acted(12.0, "inc-1", *replicas, action=ActionKind.RESTART_ROLE)
+    tale.say(60.0, K.ACTION_FAILED, "inc-1", failure="no_progress", because="no token")
+    gave_up = Plan(incident_id=IncidentId("inc-1"), action=ActionKind.TOLERATE, targets=(), because="it did not help")
+    tale.say(60.0, K.PLAN_CREATED, "inc-1", plan=gave_up.to_dict())
+    tale.say(90.0, K.INCIDENT_CLOSED, "inc-1", outcome="escalated", because="paged")
+    found = losses(tale.reported(_fault("rollout/1", 10.0), known=known), 100.0)
+    assert {(c.replica, c.since, c.until) for c in found if c.by_restart} == {
+        ("rollout/0", 12.0, 40.0),
+        ("rollout/1", 12.0, 100.0),
+    }
+
+
 def test_processes_of_a_run_that_was_started_again_need_not_be_kept() -> None:
     tale = _ready(Tale(), "rollout/1", 1, 100).say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
     tale = _ready(tale, "rollout/1", 2, 200)

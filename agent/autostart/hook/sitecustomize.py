@@ -41,7 +41,7 @@ class _AwaitedImport:
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         if name != AWAITED:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -66,5 +66,5 @@ def _attach(optimizers: ModuleType) -> None:
 
 
 if os.environ.get("ROLECALL_AUTOSTART") == "1" and sys.version_info >= PYTHON_MIN:
-    sys.meta_path.insert(0, _AwaitedImport())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AwaitedImport())
 _run_hidden()

@@ -48,13 +48,14 @@ NOT_RECORDED = "no recording rules, or no rank reports it"
 NO_ENGINE = "no vLLM engine with data"
 REPLICA_STATES = {
     "wanted": MappedValue("wanted", YELLOW),
+    "lent": MappedValue("lent", YELLOW),
     "starting": MappedValue("starting", YELLOW),
     "ready": MappedValue("ready", GREEN),
     "serving": MappedValue("serving", GREEN),
     "lost": MappedValue("LOST", RED),
     "stopped": MappedValue("stopped", GREY),
 }
-"""The states of core/membership.py, and `wanted`: not started yet."""
+"""The states of core/membership.py; `wanted`: not started yet; and `lent`: its node works for another replica."""
 
 
 def replica_state(matchers: str) -> str:

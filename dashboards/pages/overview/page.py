@@ -348,11 +348,12 @@ def _chip(found: ReplicaRow, ranks: Sequence[tuple[str, str]]) -> str:
     number = f"#{found.incarnation} " if found.incarnation else ""
     version = f", policy {found.policy_version}" if found.policy_version >= 0 else ""
     beside = f" with {escape(found.partner, 80)}" if found.partner else ""
+    where = f"on {escape(found.node, 80)}{beside}" if found.node else "its node works for another replica"
     inside = "".join(cell(state, name) for name, state in ranks[:RANKS_MAX])
     ranked = f'<span class="rc-ranks" role="img" aria-label="{len(ranks)} ranks">{inside}</span>' if inside else ""
     return (
         f'<div class="rc-chip rc-{class_of(found.state)}" role="listitem"><b>{escape(found.replica, 80)}</b> '
-        f"{STATES[found.state][0]} {found.state}<small>{number}on {escape(found.node, 80)}{beside}{version}</small>"
+        f"{STATES[found.state][0]} {found.state}<small>{number}{where}{version}</small>"
         f"{ranked}</div>"
     )
 

@@ -34,7 +34,7 @@ from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.views.ettr import waiting_trainers
 from rolecall.views.lifetimes import replica_order
 from rolecall.views.observed_ranks import ObservedRank
-from rolecall.views.snapshot import ReplicaRow
+from rolecall.views.snapshot import LENT, ReplicaRow
 
 LOST_ROWS_MAX = 8
 """Causes of lost time that are listed; the rest is one row."""
@@ -164,6 +164,8 @@ def state_of(
     ended: bool,
 ) -> str:
     """The most important state of a replica, one of `STATES`."""
+    if row.state == LENT:
+        return "ended" if ended else "lent"
     if row.state == ReplicaState.STOPPED:
         return "ended" if ended else "lost"
     if ended and row.serves:

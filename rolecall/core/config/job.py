@@ -220,6 +220,9 @@ class RecoveryConfig(Section):
     role_share_max: Ratio = 0.5
     """Largest share of a role under repair at once; one replica is always allowed. Not for restarts of a role or of
     the job."""
+    rollouts_min: Annotated[int, Field(ge=1, le=256)] = 1
+    """Rollouts that must go on serving when one ends to lend its node to a trainer. As many as there are, or more: none
+    lends its node, and on-call is paged."""
     quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
     """Largest share of the run's nodes that rolecall quarantines by itself after moving a replica away from a fault of
     the node (gpu, network, node_lost). 0: never. Operators may quarantine more."""
@@ -243,9 +246,10 @@ class RecoveryConfig(Section):
 
     @model_serializer(mode="wrap")
     def _only_what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # The digest of a job without a scope stays that of earlier versions.
+        # The digest of a job without these stays that of earlier versions.
         dumped: dict[str, Any] = handler(self)
-        return {k: v for k, v in dumped.items() if k != "scope" or v != "replica"}
+        unchanged = {"scope": "replica", "rollouts_min": 1}
+        return {k: v for k, v in dumped.items() if k not in unchanged or v != unchanged[k]}
 
 
 DeviceName = Literal["cpu", "cuda"]

@@ -64,6 +64,8 @@ class EventKind(StrEnum):
     NODE_QUARANTINED = "node_quarantined"
     NODE_DRAINED = "node_drained"
     NODE_RETURNED_TO_SERVICE = "node_returned_to_service"
+    NODE_LENT = "node_lent"
+    LENDER_RESUMED = "lender_resumed"
     BURN_IN_FINISHED = "burn_in_finished"
     JOB_STOP_REQUESTED = "job_stop_requested"
 
@@ -194,6 +196,10 @@ class RunStarted(Payload):
         default_factory=dict
     )
     mode: Annotated[str, "`async`, `semi_sync` or `sync`"] = "async"
+    gpus: Annotated[Mapping[str, int], "node -> GPUs; empty: the job computes on CPUs"] = field(default_factory=dict)
+    memory_bytes: Annotated[Mapping[str, int], "role -> host memory of a replica at its peak, an estimate"] = field(
+        default_factory=dict
+    )
 
     @property
     def num_hybrids(self) -> int:
@@ -693,6 +699,27 @@ class NodeReturnedToService(Payload):
     node: Annotated[str, "the node"]
     by: Annotated[str, "user"]
     because: Annotated[str, "reason"]
+
+
+@_event(K.NODE_LENT, WATCH)
+class NodeLent(Payload):
+    """A healthy replica ends and lends its node to one that has lost its own."""
+
+    replica: Annotated[str, "the lender"]
+    incarnation: Annotated[int, "its incarnation that ends"]
+    node: Annotated[str, "its node"]
+    to: Annotated[str, "the replica that gets it"]
+    because: Annotated[str, "why this replica"]
+
+
+@_event(K.LENDER_RESUMED, WATCH)
+class LenderResumed(Payload):
+    """A node is free: a replica that had lent its own is started again."""
+
+    replica: Annotated[str, "the lender"]
+    incarnation: Annotated[int, "its incarnation that is started"]
+    node: Annotated[str, "the free node"]
+    because: Annotated[str, "why it runs again"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,7 @@ _FROM_PAGE = (
     _process("process_work_units_total", "work_units", "Units of work counted in the busy seconds"),
     _process("process_tokens_total", "tokens", "Tokens generated (rollout) or trained on (trainer)"),
     _process("process_requests_active", "requests_active", "Requests that the engine holds"),
+    _process("process_tokens_held", "tokens_held", "Tokens of the requests that the engine holds", detect=False),
     _process("train_loss", "loss", "Loss of the newest optimizer step; absent before the first"),
     _process("train_grad_norm", "grad_norm", "Gradient norm of the newest optimizer step, before clipping"),
     _process("train_reward", "reward", "Mean reward of the newest optimizer step"),

@@ -41,7 +41,7 @@ def test_reports_are_on_the_page(child: Child) -> None:
         "reporter.set_step(7); reporter.enter_phase('compute')",
         "reporter.progress(busy_seconds=0.5); reporter.progress(3)",
         "reporter.progress(2, busy_seconds=0.25, exchange_seconds=0.75, tokens=9)",
-        "reporter.update(epoch=3, policy_version=6, requests_active=5, loss=1.5, grad_norm=float('inf'))",
+        "reporter.update(epoch=3, policy_version=6, requests_active=5, tokens_held=70, loss=1.5, grad_norm=float('inf'))",
     )
     page = PageReader(child.page).read()
     assert (page.replica, page.rank, page.incarnation, page.pid) == ("trainer/1", 0, 4, child.pid)
@@ -49,6 +49,7 @@ def test_reports_are_on_the_page(child: Child) -> None:
     assert (page.step, page.phase, page.epoch, page.policy_version) == (7, "compute", 3, 6)
     assert (page.progress, page.work_units, page.busy_seconds, page.exchange_seconds) == (6, 3, 0.75, 0.75)
     assert page.tokens == 9
+    assert page.tokens_held == 70
     assert (page.requests_active, page.loss, page.grad_norm) == (5, 1.5, sys.float_info.max)
     assert math.isnan(page.reward)
     assert page.work_tid == child.pid  # its main thread reported the progress

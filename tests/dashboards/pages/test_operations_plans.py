@@ -22,7 +22,7 @@ from rolecall.dashboards.pages.operations.plans import (
     plan_rows,
     preview,
 )
-from rolecall.recovery.fleet_view import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, RunPlaces, fleet_view
 from rolecall.recovery.incidents import Incident, IncidentState, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
 from tests.events import made_event
@@ -115,6 +115,9 @@ def test_every_standing_has_a_glyph_of_its_own() -> None:
     assert PlanRow.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
+FREE = RunPlaces(nodes=("node-9",))
+
+
 def _fleet(homes: dict[str, str] | None = None) -> FleetView:
     homes = HOMES if homes is None else homes
     desired = {ReplicaId(r): Desired(replica=ReplicaId(r), incarnation=1, node=NodeId(n)) for r, n in homes.items()}
@@ -131,7 +134,7 @@ def _fleet(homes: dict[str, str] | None = None) -> FleetView:
 def test_a_preview_says_what_moves_and_which_guard_would_hold_it(mode: str, paused: str | None, guard: str) -> None:
     (moving,) = preview(
         "node-2",
-        fleet=_fleet(),
+        fleet=replace(_fleet(), places=FREE),
         incidents=(),
         avoided=frozenset(),
         limits=limits_of(None, mode),
@@ -152,7 +155,7 @@ def test_a_preview_counts_evictions_of_closed_incidents_within_the_hour(now: flo
     limits = replace(limits, config=limits.config.model_copy(update={"retries_per_replica_max": 100}))
     (moving,) = preview(
         "node-2",
-        fleet=_fleet(),
+        fleet=replace(_fleet(), places=FREE),
         incidents=others,
         avoided=frozenset(),
         limits=limits,

@@ -57,6 +57,32 @@ def test_learned_state_survives_a_restart_of_the_watcher() -> None:
     assert again.state() == detector.state()
 
 
+def test_loads_are_those_of_the_newest_samples() -> None:
+    fleet, detector = FakeFleet(seed=3), LiveDetector(CONFIG)
+    newest = {}
+    for o in fleet.run(10.0):
+        detector.observe(o)
+        newest |= {s.replica: s.requests_active for batch in o.batches for s in batch.processes}
+    loads = detector.loads()
+    assert {r: load.requests for r, load in loads.items()} == newest and any(newest.values())
+    assert all(load.available_bytes is not None for load in loads.values())
+    assert LiveDetector(CONFIG).loads() == {}
+    gone = fleet.kill("rollout/1")
+    for o in fleet.run(5.0):
+        detector.observe(o)
+    assert "rollout/1" not in detector.loads() and not detector.waits("rollout/1", gone.incarnation)
+    assert detector.has_worked("rollout/1", gone.incarnation) and not detector.has_worked("rollout/1", 2)
+
+
+def test_who_waits_for_work() -> None:
+    fleet, detector = FakeFleet(seed=3), LiveDetector(CONFIG)
+    for o in fleet.run(20.0):
+        detector.observe(o)
+    phases = {r: p.phase for r, p in fleet.processes.items() if r.startswith(("rollout/", "trainer/", "standby/"))}
+    assert {r: detector.waits(r, 1) for r in phases} == {r: phase in ("idle", "wait") for r, phase in phases.items()}
+    assert detector.waits("standby/0", 1) and not detector.waits("standby/0", 2)
+
+
 def test_stored_state_makes_only_the_values_it_knows() -> None:
     with pytest.raises(ValueError, match="unknown tag"):
         decode({"@": "Popen", "args": ["true"]})

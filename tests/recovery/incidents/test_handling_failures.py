@@ -2,7 +2,7 @@
 
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ def _status(world: World, path: Path) -> str:
     return status_text(queries.status(RunDir(path), world.clock))
 
 
-def _raise_for(replica: str, inner: Callable[[Plan, Lease], ActionResult], calls: list[str]) -> Any:
-    def perform(plan: Plan, lease: Lease) -> ActionResult:
+def _raise_for(replica: str, inner: Callable[..., ActionResult], calls: list[str]) -> Any:
+    def perform(plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
         calls.extend(t.replica for t in plan.targets)
         if any(t.replica == replica for t in plan.targets):
             raise Unexpected("the socket of the actuator \x1b[31m is gone")
-        return inner(plan, lease)
+        return inner(plan, lease, lost_nodes)
 
     return perform
 

@@ -34,7 +34,7 @@ def proposing(path: Path) -> tuple[World, RunDir, Watch, str]:
 
 def holding(path: Path) -> tuple[World, RunDir, Watch, str]:
     """A watch in mode act with one plan that a pause holds."""
-    world, run = World(path), RunDir(path)
+    world, run = World(path, free_nodes=1), RunDir(path)
     watch = world.watch()
     commands.pause_recovery(run, "bob", "a look")
     world.runtime.inject("rollout/1", FaultClass.HANG)

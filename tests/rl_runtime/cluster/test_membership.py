@@ -47,6 +47,13 @@ def test_verdicts_on_incarnation_one_from_the_records(
     assert seen.usable("trainer") == {}
 
 
+def test_a_lender_is_replaced_alive_so_that_it_gives_its_tokens_first() -> None:
+    because = "it lends node-1 to trainer/0"
+    desired = {R: Desired(replica=R, incarnation=2, node=NodeId(""), because=because)}
+    seen = MembershipView(desired, fleet(1, _1=S.SERVING).actual)
+    assert seen.is_replaced_alive(R, 1) and seen.lost_because(R, 1) == because and seen.usable("rollout") == {}
+
+
 def test_the_next_epochs_members_are_sorted_and_newest_only() -> None:
     a, b = (ReplicaId("trainer/0"), 1), (ReplicaId("trainer/1"), 1)
     assert members_after([b, a]) == (a, b)

@@ -22,6 +22,7 @@ from rolecall.rl_runtime.cluster.reconcile import (
     StopReplica,
     free_nodes,
     place,
+    placed_again,
     reconcile,
 )
 
@@ -69,7 +70,31 @@ TRAINER_STANDBY = (
     have("trainer-standby/0", pid=105, node="node-5"),
 )
 
+LENT = (want("rollout/0", 2, node="", because="it lends node-4 to trainer/0"), have("rollout/0", state=S.SERVING))
+BORROWER = want("trainer/0", 2, node="node-4")
+
 TABLE = {
+    "a lender ends, and what borrows its node waits": (
+        fleet([LENT[0], BORROWER], [LENT[1]]),
+        ["KillSuperseded rollout/0#1"],
+    ),
+    "a lender is being ended": (fleet([LENT[0], BORROWER], [LENT[1]], busy=(("rollout/0", 1),)), []),
+    "a lender has ended": (
+        fleet([LENT[0], BORROWER], [replace(LENT[1], state=S.LOST)], dead=("rollout/0#1",)),
+        ["Start trainer/0#2"],
+    ),
+    "a lender stays without a process": (
+        fleet([LENT[0], BORROWER], [replace(LENT[1], state=S.LOST), have("trainer/0", 2)], dead=("rollout/0#1",)),
+        [],
+    ),
+    "a lender runs again on another node": (
+        fleet([want("rollout/0", 3, node="node-1")], [replace(LENT[1], state=S.LOST)], dead=("rollout/0#1",)),
+        ["Start rollout/0#3"],
+    ),
+    "another replica starts beside an ending lender": (
+        fleet([LENT[0], want("trainer/0", node="node-1")], [LENT[1]], busy=(("rollout/0", 1),)),
+        ["Start trainer/0#1"],
+    ),
     "nothing is wanted, nothing is there": (fleet([], []), []),
     "wanted and there": (fleet([want("rollout/0")], [have("rollout/0", state=S.SERVING)]), []),
     "wanted and not there": (fleet([want("trainer/0")], []), ["Start trainer/0#1"]),
@@ -379,3 +404,31 @@ def test_the_replicas_of_a_hybrid_share_a_node_and_all_others_have_their_own() -
     with pytest.raises(NotEnoughNodes, match=r"need 6 .*up to rollout/1 that of their trainer\): rollout lacks 1 of 2"):
         place(few)
     assert len(set(place(parse_job({"roles": {"rollout": 2}, "runtime": {"mode": "sync", "nodes": 3}})).values())) == 3
+
+
+@pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
+def test_a_standby_is_refilled_only_where_its_ranks_have_gpus(standby: str) -> None:
+    used_up = replace(have(standby, state=S.STOPPED), changed_at=0.0)
+    small = {"trainer-standby": NODES, "standby": NODES[:5]}
+    found = reconcile(replace(fleet([want(standby)], [used_up]), too_small=small), NOW)
+    wanted = [NodeId("node-5")] if standby == "standby/0" else []
+    assert [i.node for i in found if isinstance(i, RefillStandby)] == wanted
+
+
+def test_no_refill_while_a_replica_has_lent_its_node() -> None:
+    used_up = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    ended = replace(LENT[1], state=S.LOST)
+    found = reconcile(fleet([LENT[0], want("standby/0")], [ended, used_up], dead=("rollout/0#1",)), NOW)
+    assert found == [], "a free node is first the lender's"
+
+
+def test_a_run_that_is_started_again_keeps_what_is_lent_as_long_as_the_node_is_needed() -> None:
+    placed = place(JobConfig())
+    trainer, rollout = ReplicaId("trainer/1"), ReplicaId("rollout/2")
+    lent = {rollout: want("rollout/2", 2, node="")}
+    assert placed_again(placed, lent, NODES, ()) == placed, "every node is good again"
+    found = placed_again(placed, lent, NODES, {placed[trainer]})
+    assert found == {**placed, trainer: placed[rollout], rollout: ""}
+    more = (*NODES, NodeId("node-7"))
+    assert placed_again(placed, lent, more, {placed[trainer]}) == {**placed, trainer: "node-7"}
+    assert placed_again(placed, {}, more, {placed[trainer]}) == {**placed, trainer: "node-7"}

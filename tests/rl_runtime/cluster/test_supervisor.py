@@ -321,7 +321,7 @@ def test_a_node_without_a_free_gpu_takes_no_further_replica(tmp_path: Path) -> N
 def test_a_spare_node_without_gpus_gets_no_standby(tmp_path: Path) -> None:
     rig = Rig(tmp_path, hardware=Hardware(gpus=tuple("0123456"), is_cuda_build=True), nodes=9)
     try:
-        assert rig.supervisor._observe().nodes == [f"node-{n}" for n in range(1, 8)]
+        assert rig.supervisor._observe().too_small["standby"] == ["node-0", "node-8"]
     finally:
         rig.close()
 

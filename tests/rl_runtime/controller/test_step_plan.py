@@ -121,6 +121,8 @@ def test_a_fresh_run_waits_for_every_desired_replica_except_standbys() -> None:
     current = {ReplicaId(r): Actual(replica=ReplicaId(r), incarnation=1, node=NODE, state=s) for r, s in states.items()}
     assert missing_replicas(desired, current) == ["reward/0"]
     assert missing_replicas(desired, {}) == names[:3]
+    lent = {names[0]: replace(desired[names[0]], incarnation=2, node=NodeId(""))}
+    assert missing_replicas({**desired, **lent}, {}) == names[1:3], "what has lent its node is not missing"
 
 
 # --- forming a step -----------------------------------------------------------------------------------------------

@@ -93,4 +93,5 @@ def test_the_next_turn_of_a_conversation_replaces_the_one_before() -> None:
     (chunk,) = held.since({"a": 4})[0]
     assert (chunk.tokens, chunk.versions, chunk.finish_reason) == ((5,), (5,), "stop")
     held.forget(["a"])
-    assert len(held.take([turn(*[3] * 6, versions=(0,) * 6)])) == 1, "both turns were one request"
+    assert held.num_tokens == 0 and len(held.take([turn(*[3] * 6, versions=(0,) * 6)])) == 1
+    assert held.num_tokens == 6, "tokens of both turns were counted once"

@@ -1,0 +1,134 @@
+"""A trainer's node is lost while none is free: it trains on the node of a rollout, the others go on generating, and the
+rollout is back once a node is."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.cluster.actors import report_tokens
+from tests.e2e.runs import DemoRun, command, demo_run
+from tests.support import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
+
+SETTINGS = ("runtime.standbys=0", "runtime.staleness_max=8", "roles.reward=1", "detector.first_unit_seconds=300")
+RECOVERY_SECONDS = 240.0
+WINDOW_SECONDS = 3.0
+WINDOW_STEPS = 2.5
+"""In each stretch of this many seconds, or of this many steps if those take longer, the other rollouts together must
+generate something. Once a step they all load new weights, which takes seconds on a loaded machine."""
+FREE_NODE = "node-6"  # 7 nodes: the first, two trainers, three rollouts, and this one
+
+
+@dataclass
+class TokenCounter:
+    """Tokens that each process of a rollout has generated, read from its state page."""
+
+    run: RunDir
+    seen: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._stop, self._read = threading.Event(), report_tokens(self.run)
+
+    def _count(self) -> None:
+        with closing(Journal(self.run.database_url, create=False)) as journal:
+            while not self._stop.wait(0.2):
+                rollouts = [a for r, a in journal.current().items() if r.startswith("rollout/")]
+                self.seen.append((time.time(), {a.replica: self._tokens(a) for a in rollouts}))
+
+    def _tokens(self, record: Actual) -> int:
+        return self._read(record) or 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join(10)
+
+    def rates(self, replicas: set[str], since: float, until: float, window_seconds: float) -> list[float]:
+        """Tokens a second of these replicas together, in each window."""
+        counts = [(at, sum(by[r] for r in replicas)) for at, by in self.seen if since <= at <= until]
+        found, first = [], counts[0]
+        for at, number in counts:
+            if at - first[0] >= window_seconds:
+                found.append((number - first[1]) / (at - first[0]))
+                first = (at, number)
+        return found
+
+
+def _lose_node(run: DemoRun, replica: str) -> tuple[str, float]:
+    """SIGKILL of the raylet of this replica's node, and with it of every process there."""
+    ((node,),) = run.observer.query("select node from desired where replica = ?", replica)
+    raylet = json.loads((run.path / "nodes" / node / "raylet.json").read_text())
+    at = time.time()
+    os.kill(int(raylet["pid"]), signal.SIGKILL)
+    return node, at
+
+
+def _serves(run: DemoRun, replica: str, above: int) -> int:
+    """The newest incarnation above this one that serves; 0: none does."""
+    serving = [i for (r, i), state in run.observer.states.items() if r == replica and state == "serving"]
+    return max((i for i in serving if i > above), default=0)
+
+
+def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: Path) -> None:
+    args = ["--seed", "11", "--steps", "100000", "--faults", "none"]
+    args += [word for s in SETTINGS for word in ("--set", s)]
+    with demo_run(tmp_path, "borrowed", args) as run:
+        run.until_step(5, 400)
+        told = command("node", "quarantine", FREE_NODE, "--run", str(run.path), "--reason", "it is kept back")
+        assert told.returncode == 0, told.stderr
+        counter = TokenCounter(RunDir(run.path))
+        with counter.counting():
+            run.until_step(len(run.observer.steps) + 2, 120)
+            lost_node, lost_at = _lose_node(run, "trainer/1")
+            eventually(lambda: _serves(run, "trainer/1", 1), "trainer/1 on another node", seconds=RECOVERY_SECONDS)
+            trains_at = time.time()
+            run.until_step(len(run.observer.steps) + 3, 120)
+        (lent,) = run.observer.events("node_lent")
+        assert lent["to"] == "trainer/1" and lent["node"] != lost_node
+        assert f"no node is free; {lent['replica']}#1 lends {lent['node']}: it holds " in lent["because"]
+        ((node,),) = run.observer.query("select node from desired where replica = 'trainer/1'")
+        assert node == lent["node"]
+        found_at = min(e["diagnosis"]["detected_at"] for e in run.observer.events("incident_opened"))
+        print(f"\nfinding {found_at - lost_at:.1f} s after the loss, training {trains_at - found_at:.1f} s after it")
+        others = {f"rollout/{n}" for n in range(3)} - {lent["replica"]}
+        step_seconds = median(later - earlier for earlier, later in pairwise(run.observer.steps.values()))
+        window_seconds = max(WINDOW_SECONDS, WINDOW_STEPS * step_seconds)
+        rates = counter.rates(others, lost_at, trains_at, min(window_seconds, trains_at - lost_at - 1.0))
+        print(f"tokens a second of the others in {window_seconds:.1f} s:", [round(rate) for rate in rates])
+        assert rates and min(rates) > 0
+        moved = [m for m in run.observer.events("requests_reassigned") if m["from_replica"] == lent["replica"]]
+        assert sum(m["tokens_lost"] for m in moved) == 0, moved
+        status = command("status", str(run.path)).stdout
+        assert "lent its node" in status and f"{lent['node']} to trainer/1" in status
+
+        returned = command("node", "return", FREE_NODE, "--run", str(run.path), "--reason", "it is needed")
+        assert returned.returncode == 0, returned.stderr
+        eventually(lambda: _serves(run, lent["replica"], 1), f"{lent['replica']} again", seconds=RECOVERY_SECONDS)
+        (resumed,) = run.observer.events("lender_resumed")
+        assert (resumed["replica"], resumed["node"]) == (lent["replica"], FREE_NODE)
+        run.until_step(len(run.observer.steps) + 3, 120)
+        named = {s["replica"] for e in run.observer.events("incident_opened") for s in e["diagnosis"]["suspects"]}
+        assert named <= {"trainer/1", ""}, "what was lent is not lost"
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.wait(90) == 130
+        audited = command("audit", str(run.path))
+        assert audited.returncode == 0, audited.stdout

@@ -66,7 +66,7 @@ SETTINGS = (
     f"runtime.nodes={NUM_NODES}",
     "runtime.reward_check_share=0.2",  # a wrong worker is compared within seconds
 )
-DISK_BYTES = 2 << 30
+DISK_BYTES = 512 << 20
 BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "corrupt": 20.0, "down": 15.0, "full": 15.0}
 """How long a fault lasts at most, by the last word of its kind."""
 CALM_SECONDS = (2.0, 8.0)
@@ -76,6 +76,8 @@ UNFOUND_SECONDS = 45.0
 """After the end of a fault; then it counts as not found."""
 FAULT_MINUTES = 3.0
 """Of one fault and its recovery, at most, on average."""
+COUNT_MAX = 150
+"""Of a piece: a run lasts ten hours at most."""
 POLL_SECONDS = 0.5
 TRIES_MAX = 2
 """A fault that could not be injected is tried once more, in a later piece."""
@@ -371,7 +373,7 @@ class Piece:
                 self._until_steps(CALM_STEPS)
                 self._pause(rng.uniform(*CALM_SECONDS))
                 self._one(fault)
-        except (Stopped, TimeoutError, RolecallError) as e:
+        except Exception as e:  # noqa: BLE001 whatever it is, the run must end, and the line of the piece names it
             self.failure = f"{type(e).__name__}: {e}"
             print(f"the piece ends early: {self.failure}", flush=True)
         if not over.is_set():
@@ -424,6 +426,8 @@ class Piece:
 
     def _one(self, fault: Fault) -> None:
         before = find_processes(self._run.path)
+        with self._journal() as journal:
+            position = journal.head().position
         try:
             record = inject(
                 self._run,
@@ -437,12 +441,12 @@ class Piece:
             self._write(fault, {"injected": False, "reason": str(e)})
             return
         self.num_injected += 1
-        self._until_cured(fault, record)
+        self._until_cured(fault, record, position)
         with self._journal() as journal:
-            events = journal.events()
+            events = journal.events(after=position)
             known = incarnation_records(events, journal.actual())
         injected_at, node = float(record["injected_at"]), str(record["node"])
-        plans = [e.payload.plan for e in events if isinstance(e.payload, ActionStarted) and e.wall_at >= injected_at]
+        plans = [e.payload.plan for e in events if isinstance(e.payload, ActionStarted)]
         planned = {(str(t.replica), t.incarnation) for p in plans for t in p.targets}
         hit = self._hit(fault, record)
         named = {f"{replica}#{incarnation}" for replica, incarnation in planned}
@@ -485,14 +489,14 @@ class Piece:
         on_it = {f"{a.replica}#{a.incarnation}" for a in lives if a.node == record["node"]}
         return frozenset({str(record["node"]), *on_it})
 
-    def _until_cured(self, fault: Fault, record: Mapping[str, Any]) -> None:
+    def _until_cured(self, fault: Fault, record: Mapping[str, Any], position: int) -> None:
         """Until the run is whole again and the fault is found; or long enough after its end."""
         injected_at = float(record["injected_at"])
         unfound_at = float(record.get("ended_at", injected_at)) + UNFOUND_SECONDS
 
         def is_over() -> bool:
             with self._journal() as journal:
-                events = journal.events()
+                events = journal.events(after=position)
             hit, node = self._hit(fault, record), str(record["node"])
             found = judged(
                 fault,
@@ -552,7 +556,8 @@ def disk_of_its_own(path: Path) -> Iterator[None]:
     finally:
         left_out = shutil.ignore_patterns("*.sock", "checkpoints", "model", "inject")
         for run in [p for p in path.iterdir() if p.is_dir()]:
-            shutil.copytree(run, soak.RUNS / run.name, ignore=left_out, dirs_exist_ok=True)
+            with suppress(shutil.Error):  # some file cannot be copied: the others are
+                shutil.copytree(run, soak.RUNS / run.name, ignore=left_out, dirs_exist_ok=True)
         subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=10)
 
 
@@ -747,6 +752,8 @@ def main() -> int:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="any setting of the job")
     parser.add_argument("--commit", default="", help="whose lines to report; one or more, by commas")
     args = parser.parse_args()
+    if not 1 <= args.count <= COUNT_MAX:
+        parser.error(f"--count: {args.count}: expected 1 to {COUNT_MAX}")
     if args.what == "schedule":
         for number, (name, role, kind, how) in enumerate(cells()):
             print(f"{number:3} {name}, {role}: {kind}:{how}")

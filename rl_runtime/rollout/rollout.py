@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
+from rolecall.core.errors import CorruptTransfer, DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.exchanges import share
@@ -293,6 +294,7 @@ class RolloutReplica:
                 timeout_seconds=self._transfer_seconds,
                 pieces=pieces,
                 clock=self._clock,
+                on_corrupt=partial(_report_corrupt, manifest.policy_version),
             )
         except TransferFailed as e:
             self._partial = e.pieces
@@ -339,6 +341,12 @@ class RolloutReplica:
         self._serving = None
         engine.abort([request.request_id for request, _ in self._buffer.everything()])
         reporter.update(policy_version=-1)
+
+
+def _report_corrupt(version: int, holder: Holder, reason: str) -> None:
+    """Nothing is lost by one such transfer. Several of one holder are a faulty machine."""
+    error = CorruptTransfer(replica=holder.replica, incarnation=holder.incarnation, version=version, because=reason)
+    reporter.exception(error)
 
 
 def _seed_behind(seed: int, num_prefix: int) -> int:

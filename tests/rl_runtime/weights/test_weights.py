@@ -224,8 +224,11 @@ def test_a_byte_that_changes_on_its_way_is_noticed_and_the_tensor_comes_from_ano
     with pytest.raises(TransferFailed, match=f"{second}: bytes received have another digest") as failed:
         get(bad.holder(TRAINER, 1), manifest)
     assert failed.value.problem is TransferProblem.CORRUPT
-    pieces = get_any([bad.holder(TRAINER, 1), good.holder(ROLLOUT, 1)], manifest)
+    told = list[tuple[ReplicaId, str]]()
+    holders = [bad.holder(TRAINER, 1), good.holder(ROLLOUT, 1)]
+    pieces = get_any(holders, manifest, on_corrupt=lambda holder, reason: told.append((holder.replica, reason)))
     assert same(pieces.tensors, weights) and pieces.bytes_by_holder.keys() == {TRAINER, ROLLOUT}
+    assert told == [(TRAINER, f"{second}: bytes received have another digest")]
 
 
 def test_pieces_kept_on_the_error_are_not_asked_for_again(start: Start) -> None:

@@ -92,7 +92,6 @@ DELAY_IS_OF_ENGINES = "the delay is one of engine steps; duty and quota slow thi
 HEAD = "its node is the first one: the loss of Ray's head there ends the run (docs/architecture.md)"
 NOT_OF_A_ROLE = "not of one role: counted once, under the controller"
 GIVES_NO_WEIGHTS = "it gives no weights to others"
-RELAY = "as a relay it has no checkpoint of fault injection in a transfer"
 SHARED_NETWORK = (
     "the nodes of the bundled cluster share one network, so that none can be cut off; measured between network "
     "namespaces instead (tests/rl_runtime/cluster/test_partition.py, tests/detector/live/test_partition.py)"
@@ -142,12 +141,12 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     },
     "killed while it gives weights": {
         "trainer": "holder-kill:kill",
-        "rollout": RELAY,
+        "rollout": "relay-kill:kill",
         **dict.fromkeys(ROLES[2:], GIVES_NO_WEIGHTS),
     },
     "corrupted transfer": {
         "trainer": "holder-corrupt:flip",
-        "rollout": RELAY,
+        "rollout": "relay-corrupt:flip",
         **dict.fromkeys(ROLES[2:], GIVES_NO_WEIGHTS),
     },
     "node lost": {

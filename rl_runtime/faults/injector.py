@@ -102,7 +102,9 @@ KINDS: dict[str, InjectionSpec] = {
     "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
     "reward-wrong": InjectionSpec(role="reward", hows=("skew",), at=SCORE),  # of every group, until its bound
     "rollout-wrong": InjectionSpec(role="rollout", hows=("skew",), at=ENGINE_STEP),  # every log-probability, the same
+    "relay-kill": InjectionSpec(role="rollout", hows=("kill",), at=WEIGHTS),  # the same of a rollout that serves others
     "holder-corrupt": InjectionSpec(role="trainer", hows=("flip",), at=WEIGHTS),  # in one transfer
+    "relay-corrupt": InjectionSpec(role="rollout", hows=("flip",), at=WEIGHTS),
     "node-kill": InjectionSpec(role="", hows=("kill",)),  # its raylet, with which everything on the node ends
     "journal-down": InjectionSpec(role="controller", hows=("locked",)),  # nobody can write to it
     "disk-full": InjectionSpec(role="controller", hows=("fill",)),  # of the run's directory, journal included

@@ -72,6 +72,7 @@ class RolloutReplica:
         address: where the weight port listens: the node's address, so that others can pull from it.
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread (`EngineThread`).
+        on_tensor: called before each tensor is sent, in a thread of the weight port (`TensorServer`).
         on_failure: called once when the engine fails; an actor then exits its process.
         on_promotion: called with the new identity when this standby has become a replica.
 
@@ -90,6 +91,7 @@ class RolloutReplica:
         transfer_seconds: float = 10.0,
         clock: Clock | None = None,
         on_step: Callable[[], float | None] | None = None,
+        on_tensor: Callable[[], float | None] = lambda: None,
         on_failure: Callable[[BaseException], None] | None = None,
         make_engine: Callable[[EngineSettings], VllmEngine] = VllmEngine,
         on_promotion: Callable[[ReplicaId, int], None] = lambda _replica, _incarnation: None,
@@ -100,7 +102,7 @@ class RolloutReplica:
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
         self._partial: PartialTransfer | None = None
-        self.server = TensorServer(token, address, clock=self._clock)
+        self.server = TensorServer(token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor())
         self._thread = EngineThread(
             lambda: make_engine(settings),
             lambda made: share(self._buffer.record(made, self.policy_version), 0, settings.num_ranks),

@@ -1,14 +1,23 @@
 """The chaos scoreboard: its schedule, what counts as named right, and what its report says of misses."""
 
 from collections import Counter
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import chaos
 import pytest
 from chaos import Fault, Seen
 
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.faults.injector import KINDS
 from rolecall.rl_runtime.processes import RunProcess
+from tests.events import filled
+from tests.views.test_incidents import Tale
 
 
 def fault(kind: str, *, number: int = 0, role: str = "rollout") -> Fault:
@@ -169,3 +178,30 @@ def test_bars_are_met_by_a_whole_schedule_and_a_day_without_faults() -> None:
 
 def test_an_audit_that_is_missing_does_not_hold() -> None:
     assert "| audits that hold | 0 of 1 runs | **no** |" in list(chaos.report([piece_line(audit=None)]))
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_open(tmp_path: Path) -> None:
+    run, node = create_run_dir(tmp_path, "r"), NodeId("node-1")
+    piece = chaos.Piece(chaos.schedule(0)[:1], {})
+    piece._run = run
+    with closing(Journal(run.database_url)) as journal:
+
+        def works(replica: str, incarnation: int, state: ReplicaState) -> bool:
+            who = ReplicaId(replica)
+            journal.set_actual(Actual(replica=who, incarnation=incarnation, node=node, state=state))
+            return piece._is_whole()
+
+        for name in ("rollout/0", "standby/0"):
+            journal.set_desired(Desired(replica=ReplicaId(name), incarnation=1, node=node))
+        assert not works("rollout/0", 1, ReplicaState.SERVING), "the standby has not started"
+        assert works("standby/0", 1, ReplicaState.READY)
+        journal.append(Tale().opened(1.0, "inc-1", "rollout/0").events[0].payload, incident_id="inc-1")
+        assert not piece._is_whole(), "an incident is open"
+        journal.append(filled(EventKind.INCIDENT_CLOSED, {"outcome": "resolved"}), incident_id="inc-1")
+        assert piece._is_whole()
+        journal.set_desired(Desired(replica=ReplicaId("rollout/0"), incarnation=2, node=node), expect_incarnation=1)
+        assert not piece._is_whole(), "a replacement is wanted"
+        assert works("rollout/0", 2, ReplicaState.SERVING)

@@ -127,8 +127,8 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     },
     "NaN": {
         "trainer": "trainer-nan:nan",
-        "rollout": "its numbers are only compared with those of the trainers: see wrong weights",
-        "reward": "a reward that is not finite is refused before it is used; wrong ones are a cell of their own",
+        "rollout": "rollout-nan:nan",
+        "reward": "refused before it is used, and scored by another worker; no incident names the first one yet",
         "controller": NO_NUMBERS,
         "standby": STANDBY_WAITS,
     },
@@ -173,7 +173,8 @@ CLASSES: Mapping[str, frozenset[str]] = {
     "kill": frozenset({"crash"}),
     "hang": frozenset({"hang"}),
     "slow": frozenset({"slow"}),
-    "nan": frozenset({"silent_corruption"}),
+    # An engine whose log-probabilities are no numbers is contained: its work ends.
+    "nan": frozenset({"silent_corruption", "crash"}),
     "wrong": frozenset({"silent_corruption", "wrong_weights"}),
     "corrupt": frozenset({"silent_corruption", "wrong_weights", "network"}),
     # The controller ends at the first write that fails.

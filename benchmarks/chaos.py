@@ -52,6 +52,7 @@ from rolecall.recovery.operators.commands import return_node
 from rolecall.rl_runtime.faults.injector import _replicas, inject
 from rolecall.rl_runtime.processes import RunProcess, find_processes
 from rolecall.session.session import HOLD_FLAG
+from rolecall.views.audit import audit_run
 from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
 
@@ -464,6 +465,7 @@ class Piece:
                 **found,
                 "innocent": gone,
                 "healthy_in_plans": sorted(named - hit),
+                "problems": list(audit_run(self._run).problems),
             },
         )
         self._return_nodes(lost)
@@ -674,35 +676,41 @@ def _table(faults: Sequence[Line]) -> Iterator[str]:
     yield ""
     yield "## Faults"
     yield ""
-    yield "Seconds from the injection. Alarms: incidents that name anything else. In plans: healthy replicas replaced."
+    yield (
+        "Seconds from the injection. In plans: healthy replicas replaced. Alarms: incidents that name anything else. Audit: "
+        "it held after the fault (groups lost are known at the end of a piece only)."
+    )
     yield ""
-    yield "| fault | role | n | named right | found | cured | innocent | in plans | alarms |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| fault | role | n | named right | found | cured | innocent | in plans | alarms | audit |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for name, role, _, _ in cells():
         group = [x for x in faults if (x["name"], x["role"]) == (name, role)]
         if not group:
-            yield f"| {name} | {role} | 0 | - | - | - | - | - | - |"
+            yield f"| {name} | {role} | 0 | - | - | - | - | - | - | - |"
             continue
         found, cured = (
             common.summary([x[key] for x in group if x[key] is not None], 1)
             for key in ("found_seconds", "cured_seconds")
         )
         sums = " | ".join(str(sum(len(x[key]) for x in group)) for key in ("innocent", "healthy_in_plans", "alarms"))
-        yield f"| {name} | {role} | {len(group)} | {sum(x['named'] for x in group)} | {found} | {cured} | {sums} |"
+        named, held = sum(x["named"] for x in group), sum(not x["problems"] for x in group)
+        yield f"| {name} | {role} | {len(group)} | {named} | {found} | {cured} | {sums} | {held} |"
 
 
 def _misses(lines: Sequence[Line], faults: Sequence[Line]) -> Iterator[str]:
     yield ""
     yield "## Misses"
     yield ""
-    missed = [x for x in faults if x["reason"] or x["innocent"] or x["healthy_in_plans"] or x["alarms"]]
+    missed = [
+        x for x in faults if any(x[key] for key in ("reason", "innocent", "healthy_in_plans", "alarms", "problems"))
+    ]
     if not missed:
         yield "None."
     for x in missed:
         parts = [x["reason"]] if x["reason"] else []
         parts += [f"innocent: {', '.join(x['innocent'])}"] if x["innocent"] else []
         parts += [f"healthy in plans: {', '.join(x['healthy_in_plans'])}"] if x["healthy_in_plans"] else []
-        parts += [f"alarm: {alarm}" for alarm in x["alarms"]]
+        parts += [f"alarm: {alarm}" for alarm in x["alarms"]] + [f"audit: {problem}" for problem in x["problems"]]
         yield f"- {x['seed']}/{x['number']}, {x['name']}, {x['target']}: {'; '.join(parts)}"
     refused = [x for x in counted(lines).values() if not x["injected"]]
     for x in refused:

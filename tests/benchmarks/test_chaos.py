@@ -53,7 +53,7 @@ def test_the_schedule_is_the_same_for_the_same_seed_and_every_cell_comes_as_ofte
 
 def written(f: Fault, *, injected: bool = True, **more: Any) -> dict[str, Any]:
     about = {"line": "fault", "seed": 0, "number": f.number, "name": f.name, "role": f.role, "target": f"{f.role}/0"}
-    nothing = {"innocent": [], "healthy_in_plans": [], "alarms": [], "reason": "", "named": True}
+    nothing = {"innocent": [], "healthy_in_plans": [], "alarms": [], "problems": [], "reason": "", "named": True}
     return {**about, "injected": injected, "found_seconds": 1.0, "cured_seconds": 2.0, **nothing, **more}
 
 

@@ -677,8 +677,8 @@ def _table(faults: Sequence[Line]) -> Iterator[str]:
     yield "## Faults"
     yield ""
     yield (
-        "Seconds from the injection. In plans: healthy replicas replaced. Alarms: incidents that name anything else. Audit: "
-        "it held after the fault (groups lost are known at the end of a piece only)."
+        "Seconds from the injection. In plans: healthy replicas replaced. Alarms: incidents that name anything else. "
+        "Audit: it held after the fault (groups lost are known at the end of a piece only)."
     )
     yield ""
     yield "| fault | role | n | named right | found | cured | innocent | in plans | alarms | audit |"

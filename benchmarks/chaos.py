@@ -50,7 +50,7 @@ from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.operators.commands import return_node
 from rolecall.rl_runtime.faults.injector import _replicas, inject
-from rolecall.rl_runtime.processes import RunProcess, find_processes
+from rolecall.rl_runtime.processes import RunProcess, find_processes, is_alive
 from rolecall.session.session import HOLD_FLAG
 from rolecall.views.audit import audit_run
 from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, summarize_incidents
@@ -65,10 +65,11 @@ SETTINGS = (
     *soak.SETTINGS,
     *live.UNGUARDED,
     f"runtime.nodes={NUM_NODES}",
+    "runtime.startup_timeout_seconds=300",  # of a standby, on a busy machine
     "runtime.reward_check_share=0.2",  # a wrong worker is compared within seconds
 )
 DISK_BYTES = 512 << 20
-BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "corrupt": 20.0, "down": 15.0, "full": 15.0}
+BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "corrupt": 20.0, "down": 15.0, "full": 45.0}
 """How long a fault lasts at most, by the last word of its kind."""
 CALM_SECONDS = (2.0, 8.0)
 CALM_STEPS = 2
@@ -412,7 +413,7 @@ class Piece:
         self._until(f"{number} more steps", WHOLE_SECONDS, committed)
 
     def _is_whole(self) -> bool:
-        """Every desired replica works, and no incident is open."""
+        """The process of every desired replica lives and works, and no incident is open."""
         with self._journal() as journal:
             current, desired = journal.current(), journal.desired()
             num_open = len(journal.events(kinds=[EventKind.INCIDENT_OPENED])) - len(
@@ -422,6 +423,8 @@ class Piece:
             record = current.get(replica)
             state = ReplicaState.READY if is_standby(replica) else ReplicaState.SERVING
             if record is None or (record.incarnation, record.state) != (wanted.incarnation, state):
+                return False
+            if not is_alive(record.pid, record.start_ticks):
                 return False
         return not num_open
 
@@ -464,7 +467,7 @@ class Piece:
                 "met": record["met"],
                 **found,
                 "innocent": gone,
-                "healthy_in_plans": sorted(named - hit),
+                "others_in_plans": sorted(named - hit),
                 "problems": list(audit_run(self._run).problems),
             },
         )
@@ -677,8 +680,8 @@ def _table(faults: Sequence[Line]) -> Iterator[str]:
     yield "## Faults"
     yield ""
     yield (
-        "Seconds from the injection. In plans: healthy replicas replaced. Alarms: incidents that name anything else. "
-        "Audit: it held after the fault (groups lost are known at the end of a piece only)."
+        "Seconds from the injection. In plans: replicas replaced that were not hit. Alarms: incidents that name "
+        "anything else. Audit: it held after the fault (groups lost are known at the end of a piece only)."
     )
     yield ""
     yield "| fault | role | n | named right | found | cured | innocent | in plans | alarms | audit |"
@@ -692,7 +695,7 @@ def _table(faults: Sequence[Line]) -> Iterator[str]:
             common.summary([x[key] for x in group if x[key] is not None], 1)
             for key in ("found_seconds", "cured_seconds")
         )
-        sums = " | ".join(str(sum(len(x[key]) for x in group)) for key in ("innocent", "healthy_in_plans", "alarms"))
+        sums = " | ".join(str(sum(len(x[key]) for x in group)) for key in ("innocent", "others_in_plans", "alarms"))
         named, held = sum(x["named"] for x in group), sum(not x["problems"] for x in group)
         yield f"| {name} | {role} | {len(group)} | {named} | {found} | {cured} | {sums} | {held} |"
 
@@ -702,14 +705,14 @@ def _misses(lines: Sequence[Line], faults: Sequence[Line]) -> Iterator[str]:
     yield "## Misses"
     yield ""
     missed = [
-        x for x in faults if any(x[key] for key in ("reason", "innocent", "healthy_in_plans", "alarms", "problems"))
+        x for x in faults if any(x[key] for key in ("reason", "innocent", "others_in_plans", "alarms", "problems"))
     ]
     if not missed:
         yield "None."
     for x in missed:
         parts = [x["reason"]] if x["reason"] else []
         parts += [f"innocent: {', '.join(x['innocent'])}"] if x["innocent"] else []
-        parts += [f"healthy in plans: {', '.join(x['healthy_in_plans'])}"] if x["healthy_in_plans"] else []
+        parts += [f"others in plans: {', '.join(x['others_in_plans'])}"] if x["others_in_plans"] else []
         parts += [f"alarm: {alarm}" for alarm in x["alarms"]] + [f"audit: {problem}" for problem in x["problems"]]
         yield f"- {x['seed']}/{x['number']}, {x['name']}, {x['target']}: {'; '.join(parts)}"
     refused = [x for x in counted(lines).values() if not x["injected"]]

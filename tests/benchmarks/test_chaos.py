@@ -1,7 +1,9 @@
 """The chaos scoreboard: its schedule, what counts as named right, and what its report says of misses."""
 
+import os
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import chaos
 import pytest
 from chaos import Fault, Seen
 
-from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
@@ -53,7 +55,7 @@ def test_the_schedule_is_the_same_for_the_same_seed_and_every_cell_comes_as_ofte
 
 def written(f: Fault, *, injected: bool = True, **more: Any) -> dict[str, Any]:
     about = {"line": "fault", "seed": 0, "number": f.number, "name": f.name, "role": f.role, "target": f"{f.role}/0"}
-    nothing = {"innocent": [], "healthy_in_plans": [], "alarms": [], "problems": [], "reason": "", "named": True}
+    nothing = {"innocent": [], "others_in_plans": [], "alarms": [], "problems": [], "reason": "", "named": True}
     return {**about, "injected": injected, "found_seconds": 1.0, "cured_seconds": 2.0, **nothing, **more}
 
 
@@ -191,7 +193,8 @@ def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_o
 
         def works(replica: str, incarnation: int, state: ReplicaState) -> bool:
             who = ReplicaId(replica)
-            journal.set_actual(Actual(replica=who, incarnation=incarnation, node=node, state=state))
+            process = {"pid": os.getpid(), "start_ticks": process_start_ticks(os.getpid()) or 0}
+            journal.set_actual(Actual(replica=who, incarnation=incarnation, node=node, state=state, **process))
             return piece._is_whole()
 
         for name in ("rollout/0", "standby/0"):
@@ -205,3 +208,5 @@ def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_o
         journal.set_desired(Desired(replica=ReplicaId("rollout/0"), incarnation=2, node=node), expect_incarnation=1)
         assert not piece._is_whole(), "a replacement is wanted"
         assert works("rollout/0", 2, ReplicaState.SERVING)
+        journal.set_actual(replace(journal.current()[ReplicaId("rollout/0")], start_ticks=1))
+        assert not piece._is_whole(), "its process is gone, which nobody has noticed yet"

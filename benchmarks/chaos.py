@@ -66,6 +66,7 @@ SETTINGS = (
     *live.UNGUARDED,
     f"runtime.nodes={NUM_NODES}",
     "runtime.startup_timeout_seconds=300",  # of a standby, on a busy machine
+    "recovery.verification_timeout_seconds=300",
     "runtime.reward_check_share=0.2",  # a wrong worker is compared within seconds
 )
 DISK_BYTES = 512 << 20
@@ -453,7 +454,8 @@ class Piece:
         plans = [e.payload.plan for e in events if isinstance(e.payload, ActionStarted)]
         planned = {(str(t.replica), t.incarnation) for p in plans for t in p.targets}
         hit = self._hit(fault, record)
-        named = {f"{replica}#{incarnation}" for replica, incarnation in planned}
+        hit_names = {name.partition("#")[0] for name in hit}  # an attempt may be made again
+        others = [f"{replica}#{incarnation}" for replica, incarnation in sorted(planned) if replica not in hit_names]
         excused = {life.pid for key, life in known.items() if key in planned} | {int(record["pid"])}
         lost = frozenset({node}) if fault.kind == "node-kill" else frozenset[str]()
         gone = innocents(before, find_processes(self._run.path), frozenset(excused), lost)
@@ -467,7 +469,7 @@ class Piece:
                 "met": record["met"],
                 **found,
                 "innocent": gone,
-                "others_in_plans": sorted(named - hit),
+                "others_in_plans": others,
                 "problems": list(audit_run(self._run).problems),
             },
         )
@@ -583,6 +585,9 @@ def run_faults(faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequ
             beside=beside,
             runs=runs,
         )
+        if not line["audit"]:  # it was interrupted, and wrote no report
+            with suppress(RolecallError):
+                line["audit"] = audit_run(RunDir(runs / line["run_id"])).summary()
     kept = ("run_id", "exit_code", "wall_seconds", "audit", "ettr", "output_tail")
     add_line(
         {

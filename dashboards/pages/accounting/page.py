@@ -360,7 +360,7 @@ def _speed(statistics: IncidentStatistics) -> None:
         "Of resolved incidents, from the finding until the replacement serves; resolved: it was then seen to make "
         "progress."
     )
-    st.markdown("**Where the time went**")
+    st.subheader("Where the time went")
     phases: list[list[Cell]] = [
         [p.phase, str(p.num), seconds(p.median_seconds), seconds(p.worst_seconds), seconds(p.total_seconds),
          percent(p.share)]

@@ -51,13 +51,13 @@ from rolecall.rl_runtime.faults.injector import inject
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, parse_injections, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
+from rolecall.views.phases import PHASES, Commits, recovery_phases
 from rolecall.watch.run import agent_urls
 
 LINES = common.RESULTS / "ettr.jsonl"
 RUNS = common.ROOT / "runs"
 ARMS = ("none", "role", "warm", "cold")
 ROLES = {"trainer": ("trainer",), "rollout": ("rollout",), "both": ("trainer", "rollout")}
-PHASES = ("detect", "decide", "restart", "reconnect", "recompute")
 NUM_TRAINERS, NUM_ROLLOUTS = 2, 3
 TRIES_MAX = 2
 """A run that fails is tried once more."""
@@ -284,7 +284,7 @@ def measured(
     every = [e.as_(StepCommitted) for e in events if e.kind is EventKind.STEP_COMMITTED]
     sizes = {"num_rollouts": NUM_ROLLOUTS, "num_trainers": NUM_TRAINERS}
     gaps = [b.at - a.at for a, b in pairwise(committed)]
-    recoveries = []
+    commits, recoveries = Commits(events), []
     for fault in faults:
         summary = next((s for s in joined.summaries if s.fault == fault), None)
         if summary is None:
@@ -296,7 +296,14 @@ def measured(
             if kill is None
             else [r for r in known.values() if _is_made_after(r, kill, killed_at)]
         )
-        recoveries.append(_recovery(events, fault, summary.detected_at, started, made))
+        phases = recovery_phases(
+            began_at=fault.injected_at,
+            detected_at=summary.detected_at,
+            started_at=started,
+            made=made,
+            commits=commits,
+        )
+        recoveries.append({"role": fault.kind.removesuffix("-kill"), **phases.seconds, "whole": phases.whole})
     return {
         "num_steps": len(committed),
         "seconds_to_n": end - began,
@@ -336,27 +343,6 @@ def cold_losses(
             until = min((t for t in at if kill < t < end), default=end)
             found.append(Loss(replica=replica, since=kill, until=until, stalled_until=until, by_restart=True))
     return found
-
-
-def _recovery(
-    events: Sequence[Event],
-    fault: InjectedFault,
-    detected_at: float,
-    started_at: float | None,
-    made: Sequence[IncarnationRecord],
-) -> dict[str, Any]:
-    """Phases of one recovery in seconds; `whole`: from the fault until the step that it interrupted is committed."""
-    commits = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
-    interrupted = max((step for at, step in commits if at <= fault.injected_at), default=-1) + 1
-    again = next((at for at, step in commits if at > fault.injected_at and step == interrupted), None)
-    ready = max((r.ready_at for r in made if r.ready_at is not None), default=None)
-    serving = max((r.serving_at for r in made if r.serving_at is not None), default=None)
-    marks = [fault.injected_at, detected_at, started_at, ready, serving, again]
-    found: dict[str, Any] = {"role": fault.kind.removesuffix("-kill")}
-    for phase, since, until in zip(PHASES, marks, marks[1:], strict=False):
-        # Survivors may commit the step before the replacement serves: nothing is computed again then.
-        found[phase] = None if since is None or until is None else max(0.0, until - since)
-    return found | {"whole": None if again is None else again - fault.injected_at}
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

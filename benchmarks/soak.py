@@ -89,25 +89,27 @@ def one_run(
     settings: Sequence[str],
     record: bool,
     beside: Callable[[Path, threading.Event], None] | None = None,
+    runs: Path = RUNS,
 ) -> dict[str, Any]:
-    """Runs the demo once and returns its line for the results file.
+    """Runs the demo once, in a directory below `runs`, and returns its line for the results file.
 
     `beside`: called in a thread with the run's directory and what is set when the run is over; it may inject.
     """
     run_id = f"soak-{seed}-{int(time.time())}"
     argv = [sys.executable, "-m", "rolecall", "demo", "--seed", str(seed), "--faults", faults, "--id", run_id]
     argv += ["--steps", str(steps), "--minutes-max", str(minutes), "--hold-minutes", str(hold), "--plain"]
+    argv += ["--runs", str(runs)]
     for setting in settings:
         argv += ["--set", setting]
     over = threading.Event()
     if beside is not None:
         argv.append("--allow-injection")
-        threading.Thread(target=beside, args=(RUNS / run_id, over), daemon=True).start()
+        threading.Thread(target=beside, args=(runs / run_id, over), daemon=True).start()
     began = time.monotonic()
-    with recorded(RUNS / run_id, record):
-        code, output = _finish(argv, minutes * 60 + END_SECONDS, run_id)
+    with recorded(runs / run_id, record):
+        code, output = _finish(argv, minutes * 60 + END_SECONDS, runs / run_id)
     over.set()
-    path = RUNS / run_id / "report.json"
+    path = runs / run_id / "report.json"
     report = json.loads(path.read_text()) if path.exists() else {}
     line = {
         "commit": commit,
@@ -124,18 +126,18 @@ def one_run(
     for name in ("incidents", "missed", "false_alarms"):
         line[name] = line[name] or []
     if report:
-        line |= from_journal(RUNS / run_id, line["incidents"], report["config"])
+        line |= from_journal(runs / run_id, line["incidents"], report["config"])
     if code:
         line["output_tail"] = output[-2000:].replace(f"{common.ROOT}/", "")
     return line
 
 
-def _finish(argv: Sequence[str], seconds: float, run_id: str) -> tuple[int, str]:
+def _finish(argv: Sequence[str], seconds: float, run: Path) -> tuple[int, str]:
     """(exit code, output). One that does not end is ended, with everything that it started."""
     try:
         done = subprocess.run(argv, check=False, cwd=common.ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        subprocess.run([sys.executable, "-m", "rolecall", "down", run_id], check=False, cwd=common.ROOT)
+        subprocess.run([sys.executable, "-m", "rolecall", "down", str(run)], check=False, cwd=common.ROOT)
         return TIMED_OUT, f"not over after {seconds:.0f} s"
     return done.returncode, done.stdout + done.stderr
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
-from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
+from rolecall.core.errors import CorruptTransfer, EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented
@@ -21,8 +21,8 @@ from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
-WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees))
-"""Exceptions that report what a replica computed."""
+WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees, CorruptTransfer))
+"""Exceptions that report what a replica computed or sent."""
 NO_PROCESSES: Mapping[Key, MonitoredProcess] = MappingProxyType({})
 
 

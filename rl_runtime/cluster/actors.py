@@ -286,6 +286,7 @@ class RolloutActor(_Actor):
             address=_node_address(),
             transfer_seconds=job.runtime.transfer_timeout_seconds,
             on_step=partial(self._injection().factor, faults.ENGINE_STEP),
+            on_tensor=partial(self._injection().factor, faults.WEIGHTS),
             on_failure=_engine_failed,
             **several,
         )

@@ -4,13 +4,15 @@ A target is one incarnation's process, by PID and start time, and must carry the
 other process can be hit. Faults in the middle of work first wait for the target to reach a checkpoint inside that work
 (`process_side.py`). Each injection is one line of `injections.jsonl`, written when it takes effect; no detector reads
 that file. Every fault is bounded in time, and undone if its target survives: by the injector, or by its guardian
-(`guardian.py`) if the injector is killed.
+(`guardian.py`) if the injector is killed; an outage of the journal or its disk by the kernel, which then closes the
+injector's files.
 """
 
 import json
 import os
 import random
 import signal
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -21,14 +23,16 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import InjectionRefused
+from rolecall.core.ids import split_replica
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import STANDBY_ROLE, TRAINER_STANDBY_ROLE, ReplicaState, is_standby
+from rolecall.core.membership import STANDBY_ROLE, TRAINER_STANDBY_ROLE, Actual, ReplicaState, is_standby
 from rolecall.core.rundir import RUN_ENV, RunDir, write_atomically
 from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_quota
 from rolecall.rl_runtime.faults.guardian import guarded
 from rolecall.rl_runtime.faults.process_side import (
     ENGINE_STEP,
     MICROBATCH,
+    ONCE,
     SCORE,
     WEIGHTS,
     InjectionRequest,
@@ -53,6 +57,12 @@ ENGINE_STEP_SECONDS = 0.01
 """An engine step takes about this long; a delay is added to each."""
 CPU_SHARE_SECONDS = 1.0
 """Over which a process's share of a CPU is measured before a quota takes most of it."""
+OUTAGE_SECONDS_MAX = 60.0
+"""Of the journal or its disk: a run gives up after 120 s."""
+DISK_BYTES_MAX = 4 << 30
+"""Only a file system made for it is filled, not one that others use."""
+FILL_SECONDS = 0.2
+"""Period at which space that became free is filled again."""
 POLL_SECONDS = 0.005
 USER_CODE_MESSAGE = "shape mismatch in the loss: expected 8 advantages, got 7"
 
@@ -80,14 +90,25 @@ KINDS: dict[str, InjectionSpec] = {
     "holder-kill": InjectionSpec(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
     "rollout-hang": InjectionSpec(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
     "reward-kill": InjectionSpec(role="reward", hows=("kill",)),
+    "reward-hang": InjectionSpec(role="reward", hows=("stop", "gil", "lock", "read"), at=SCORE),
+    "reward-slow": InjectionSpec(role="reward", hows=("duty", "quota"), at=SCORE),
     "controller-kill": InjectionSpec(role="controller", hows=("kill",)),
+    "controller-hang": InjectionSpec(role="controller", hows=("stop",)),
     "standby-kill": InjectionSpec(role=STANDBY_ROLE, hows=("kill",)),
+    "standby-hang": InjectionSpec(role=STANDBY_ROLE, hows=("stop",)),
     "trainer-standby-kill": InjectionSpec(role=TRAINER_STANDBY_ROLE, hows=("kill",)),
     "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
     "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
+    "rollout-nan": InjectionSpec(role="rollout", hows=("nan",), at=ENGINE_STEP),  # log-probabilities of one step
     "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
     "reward-wrong": InjectionSpec(role="reward", hows=("skew",), at=SCORE),  # of every group, until its bound
     "rollout-wrong": InjectionSpec(role="rollout", hows=("skew",), at=ENGINE_STEP),  # every log-probability, the same
+    "relay-kill": InjectionSpec(role="rollout", hows=("kill",), at=WEIGHTS),  # the same of a rollout that serves others
+    "holder-corrupt": InjectionSpec(role="trainer", hows=("flip",), at=WEIGHTS),  # in one transfer
+    "relay-corrupt": InjectionSpec(role="rollout", hows=("flip",), at=WEIGHTS),
+    "node-kill": InjectionSpec(role="", hows=("kill",)),  # its raylet, with which everything on the node ends
+    "journal-down": InjectionSpec(role="controller", hows=("locked",)),  # nobody can write to it
+    "disk-full": InjectionSpec(role="controller", hows=("fill",)),  # of the run's directory, journal included
     "agent-kill": InjectionSpec(role="", hows=("kill",)),
     "watch-kill": InjectionSpec(role="", hows=("kill",)),
 }
@@ -121,9 +142,9 @@ def inject(
 ) -> dict[str, Any]:
     """Injects one fault and returns its record once it is over (at once for a kill).
 
-    `target`: a replica, or for agent-kill a node; None: a serving one, chosen by `seed`. `seconds`: bound of a hang
-    or slowness; None: until the target exits, at most `SECONDS_MAX`. `factor`: how many times slower a slowdown is;
-    None: `SLOW_FACTOR`.
+    `target`: a replica, or for agent-kill and node-kill a node; None: a serving one, chosen by `seed`. `seconds`: bound
+    of a hang or slowness; None: until the target exits, at most `SECONDS_MAX` (an outage: `OUTAGE_SECONDS_MAX`).
+    `factor`: how many times slower a slowdown is; None: `SLOW_FACTOR`.
 
     Raises:
         InjectionRefused: the run does not allow it, the target is not a live process of it, or the fault is not
@@ -157,6 +178,8 @@ def _victims(
         found = _agents(run)
     elif kind == "watch-kill":
         found = _watches(run)
+    elif kind == "node-kill":
+        found = _nodes(run)
     else:
         found = _replicas(run, spec.role)
     wanted = [v for v in found if target is None or v.target == target]
@@ -164,6 +187,8 @@ def _victims(
         known = ", ".join(v.target for v in found) or "none"
         raise InjectionRefused(f"{kind}: no such target {target or ''} at work in run {run.run_id} (at work: {known})")
     chosen = wanted if spec.every_rank else [rng.choice(wanted)]
+    if kind == "node-kill":  # the raylet is killed; the replicas there are hit with it
+        chosen += [v for v in _replicas(run) if v.node == chosen[0].node]
     for victim in chosen:
         if not victim.lives:
             raise InjectionRefused(
@@ -175,10 +200,10 @@ def _victims(
     return chosen
 
 
-def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
+def _replicas(run: RunDir, role: str = "") -> list[InjectionTarget]:
+    """Replicas at work of one role, or of all."""
     with closing(Journal(run.database_url, create=False)) as journal:
         current, desired = journal.current(), journal.desired()
-    working = {ReplicaState.SERVING, *([ReplicaState.READY] if is_standby(role) else [])}
     found = [
         InjectionTarget(
             target=record.replica,
@@ -188,9 +213,13 @@ def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
             incarnation=record.incarnation,
         )
         for replica, record in sorted(current.items())
-        if replica.startswith(f"{role}/") and record.state in working and replica in desired and record.pid
+        if role in ("", split_replica(replica)[0]) and _is_at_work(record) and replica in desired and record.pid
     ]
     return found + _further_ranks(run, found)
+
+
+def _is_at_work(record: Actual) -> bool:
+    return record.state is ReplicaState.SERVING or (is_standby(record.replica) and record.state is ReplicaState.READY)
 
 
 def _further_ranks(run: RunDir, replicas: list[InjectionTarget]) -> list[InjectionTarget]:
@@ -213,6 +242,17 @@ def _agents(run: RunDir) -> list[InjectionTarget]:
         found.append(
             InjectionTarget(target=node, pid=int(address["pid"]), start_ticks=int(address["start_ticks"]), node=node)
         )
+    return found
+
+
+def _nodes(run: RunDir) -> list[InjectionTarget]:
+    """Raylets of the run, but that of the first node: Ray's head ends the run with it."""
+    first = run.read()["nodes"][0]
+    found = []
+    for path in sorted((run.path / "nodes").glob("*/raylet.json")):
+        process, node = json.loads(path.read_text()), path.parent.name
+        if node != first and is_alive(int(process["pid"]), int(process["start_ticks"])):
+            found.append(InjectionTarget(target=node, node=node, **process))
     return found
 
 
@@ -242,6 +282,10 @@ class _Injection:
             with self._met(victims[0]) as met:
                 self._signal(victims[0], signal.SIGKILL)
                 return self._record(victims, met=met)
+        if self._how == "locked":
+            return self._lock_journal(victims)
+        if self._how == "fill":
+            return self._fill_disk(victims)
         with ExitStack() as guards:
             for v in victims:
                 guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
@@ -287,6 +331,35 @@ class _Injection:
             raise InjectionRefused(f"{self._kind}: no CPU quota can be set here: {e}") from e
         return record
 
+    def _lock_journal(self, victims: list[InjectionTarget]) -> dict[str, Any]:
+        kind, _, path = self._run.database_url.partition(":///")
+        if kind != "sqlite":
+            raise InjectionRefused(f"{self._kind}: only a journal in SQLite can be locked")
+        with closing(sqlite3.connect(path, timeout=EFFECT_SECONDS, isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            record = self._record(victims)
+            self._clock.sleep(min(self._bound, OUTAGE_SECONDS_MAX))
+        return {**record, "ended_at": self._clock.wall()}
+
+    def _fill_disk(self, victims: list[InjectionTarget]) -> dict[str, Any]:
+        disk = os.statvfs(self._run.path)
+        if disk.f_blocks * disk.f_frsize > DISK_BYTES_MAX:
+            raise InjectionRefused(
+                f"{self._kind}: {self._run.path} is on a file system of more than {DISK_BYTES_MAX >> 30} GiB, which "
+                "others may use: put the run on a small one"
+            )
+        deadline = self._clock.monotonic() + min(self._bound, OUTAGE_SECONDS_MAX)
+        # A file without a name: its space is free again when this process ends, however it ends.
+        filler = os.open(self._run.path, os.O_TMPFILE | os.O_WRONLY, 0o600)
+        try:
+            record = self._record(victims)
+            while self._clock.monotonic() < deadline:
+                _fill(filler)
+                self._clock.sleep(FILL_SECONDS)
+        finally:
+            os.close(filler)
+        return {**record, "ended_at": self._clock.wall()}
+
     def _cpu_share(self, victim: InjectionTarget) -> float:
         """Share of a CPU that the target's busiest thread gets while it could use one: a quota above it would slow
         nothing."""
@@ -307,7 +380,7 @@ class _Injection:
             if began is None:
                 raise InjectionRefused(f"{victims[0].target}: did not come to {self._at} within {EFFECT_SECONDS:.0f} s")
             record = self._record(victims, injected_at=began)
-            if how not in (InProcessFault.NAN, InProcessFault.SCALE):  # over at once
+            if how not in ONCE:
                 self._until_gone(victims)
         finally:
             for v in victims:
@@ -384,6 +457,17 @@ class _Injection:
             f.flush()
             os.fsync(f.fileno())
         return record
+
+
+def _fill(file: int) -> None:
+    """Extends a file until its file system has no page left."""
+    disk = os.fstatvfs(file)
+    piece = disk.f_bavail * disk.f_frsize
+    while piece >= disk.f_frsize:
+        try:
+            os.posix_fallocate(file, os.fstat(file).st_size, piece)
+        except OSError:
+            piece //= 2  # others write, too
 
 
 def _ran_and_waited(pid: int) -> dict[str, tuple[int, int]]:

@@ -5,7 +5,7 @@ permission this costs one comparison. With it, at most one `stat` per name and `
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
 a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
-of user code, numbers that are wrong or not finite. All are bounded in time.
+of user code, numbers that are wrong or not finite, a byte that changes on its way. All are bounded in time.
 """
 
 import collections
@@ -48,13 +48,21 @@ class InProcessFault(StrEnum):
     NAN = "nan"  # this unit of work yields numbers that are not finite
     SCALE = "scale"  # ... that are finite and wrong
     SKEW = "skew"  # ... and so does each later one
+    FLIP = "flip"  # the next tensor is sent with one byte flipped
     MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
 
 
-FACTORS = {InProcessFault.NAN: math.nan, InProcessFault.SCALE: 1000.0, InProcessFault.SKEW: -1.0}
-"""By which these faults multiply the numbers of a unit of work."""
+FACTORS = {
+    InProcessFault.NAN: math.nan,
+    InProcessFault.SCALE: 1000.0,
+    InProcessFault.SKEW: -1.0,
+    InProcessFault.FLIP: -1.0,
+}
+"""By which these faults multiply the numbers of a unit of work. (FLIP: any number; the sender flips a byte.)"""
 LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW})
 """Faults of each unit of work from now on, until their bound or until they are withdrawn."""
+ONCE = frozenset({InProcessFault.NAN, InProcessFault.SCALE, InProcessFault.FLIP})
+"""Faults of one unit of work, over at once."""
 
 
 class InjectedError(ValueError):

@@ -17,13 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
+from rolecall.core.errors import CorruptTransfer, DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.exchanges import share
@@ -73,6 +74,7 @@ class RolloutReplica:
         address: where the weight port listens: the node's address, so that others can pull from it.
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread (`EngineThread`).
+        on_tensor: called before each tensor is sent, in a thread of the weight port (`TensorServer`).
         on_failure: called once when the engine fails; an actor then exits its process.
         on_promotion: called with the new identity when this standby has become a replica.
 
@@ -91,6 +93,7 @@ class RolloutReplica:
         transfer_seconds: float = 10.0,
         clock: Clock | None = None,
         on_step: Callable[[], float | None] | None = None,
+        on_tensor: Callable[[], float | None] = lambda: None,
         on_failure: Callable[[BaseException], None] | None = None,
         make_engine: Callable[[EngineSettings], VllmEngine] = VllmEngine,
         on_promotion: Callable[[ReplicaId, int], None] = lambda _replica, _incarnation: None,
@@ -101,7 +104,7 @@ class RolloutReplica:
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
         self._partial: PartialTransfer | None = None
-        self.server = TensorServer(token, address, clock=self._clock)
+        self.server = TensorServer(token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor())
         self._thread = EngineThread(
             lambda: make_engine(settings),
             lambda made: share(self._record(made), 0, settings.num_ranks),
@@ -318,6 +321,7 @@ class RolloutReplica:
                 timeout_seconds=self._transfer_seconds,
                 pieces=pieces,
                 clock=self._clock,
+                on_corrupt=partial(_report_corrupt, manifest.policy_version),
             )
         except TransferFailed as e:
             self._partial = e.pieces
@@ -373,6 +377,12 @@ class RolloutReplica:
         self._serving = None
         engine.abort([request.request_id for request, _ in self._buffer.everything()])
         reporter.update(policy_version=-1)
+
+
+def _report_corrupt(version: int, holder: Holder, reason: str) -> None:
+    """Nothing is lost by one such transfer. Several of one holder are a faulty machine."""
+    error = CorruptTransfer(replica=holder.replica, incarnation=holder.incarnation, version=version, because=reason)
+    reporter.exception(error)
 
 
 def _seed_behind(seed: int, num_prefix: int) -> int:

@@ -96,7 +96,7 @@ def make_service(
         on_microbatch=partial(of_work.factor, faults.MICROBATCH),
         on_bucket=partial(of_work.checkpoint, faults.BUCKET),
         on_stage=of_work.checkpoint,
-        on_tensor=partial(injection().checkpoint, faults.WEIGHTS),
+        on_tensor=partial(injection().factor, faults.WEIGHTS),
     )
     reporter.enter_phase(Phase.WAIT)
     return service

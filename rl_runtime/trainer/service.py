@@ -66,10 +66,11 @@ class TrainerService:
         on_microbatch: Callable[[], float | None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
         on_stage: Callable[[str], None] = lambda _stage: None,
-        on_tensor: Callable[[], None] = lambda: None,
+        on_tensor: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`on_stage`: called at the beginning of a backward pass, a vote, a copy, and a snapshot, with the names of
-        `process_side`. `on_tensor`: called before each tensor is sent, in a thread of the weight port."""
+        `process_side`. `on_tensor`: called before each tensor is sent, in a thread of the weight port
+        (`TensorServer`)."""
         self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
         self._token, self._ranks = spawn.run.token(), ranks
         self._on_stage = on_stage

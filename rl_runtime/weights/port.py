@@ -185,7 +185,8 @@ class TensorServer:
         token: the run's token; a peer without it gets no information.
         host: interface to listen on; loopback by default.
         lease_seconds: how long a puller may be silent before another one is admitted.
-        on_tensor: called with (puller, name) before each tensor is sent: hook for tests and fault injection.
+        on_tensor: called with (puller, name) before each tensor is sent: hook for tests and fault injection. If it
+            returns a number, a byte changes on the way.
 
     Raises:
         OSError: the address cannot be bound.
@@ -198,7 +199,7 @@ class TensorServer:
         *,
         lease_seconds: float = 5.0,
         clock: Clock | None = None,
-        on_tensor: Callable[[str, str], None] | None = None,
+        on_tensor: Callable[[str, str], float | None] | None = None,
     ) -> None:
         self._token, self._clock = token.encode(), clock or SystemClock()
         self._lease_seconds, self._on_tensor = lease_seconds, on_tensor
@@ -359,9 +360,10 @@ class TensorServer:
             if request.get("op") != "tensor" or not isinstance(name, str) or name not in entries:
                 raise WireError(f"{wire.peer}: asks for {str(request)[:100]!r}, which is not held")
             store.renew(lease)
-            if self._on_tensor is not None:
-                self._on_tensor(lease.puller, name)
             payload = raw_bytes(lease.snapshot.tensors[name])
+            if self._on_tensor is not None and self._on_tensor(lease.puller, name) is not None:
+                payload = memoryview(bytearray(payload))
+                payload[0] ^= 0xFF
             entry = entries[name]
             header = {"name": name, "dtype": entry.dtype, "shape": entry.shape, "num_bytes": len(payload)}
             wire.send(header, self._deadline())

@@ -116,8 +116,11 @@ def pull_any(
     timeout_seconds: float,
     pieces: PartialTransfer | None = None,
     clock: Clock | None = None,
+    on_corrupt: Callable[[Holder, str], None] = lambda _holder, _reason: None,
 ) -> PartialTransfer:
     """Pulls all of `manifest` from any of `holders`, in their order, within a total of `timeout_seconds`.
+
+    `on_corrupt`: called for each holder whose bytes are not those of the manifest, with the reason.
 
     Raises:
         TransferFailed: no holder is left, or the time is up; `holder` is None, and the reason lists each holder's.
@@ -135,6 +138,8 @@ def pull_any(
                 return pieces
             except TransferFailed as e:
                 problem = e.problem
+                if problem is TransferProblem.CORRUPT:
+                    on_corrupt(holder, e.reason)
                 reasons[holder.replica] = f"{holder.replica}: {e.problem}: {e.reason}"
                 may_help = may_help or e.problem is TransferProblem.BUSY
                 if e.problem not in (TransferProblem.BUSY, TransferProblem.ABSENT):

@@ -19,6 +19,7 @@ RolecallError
 ├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
 ├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
 ├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
+├── CorruptTransfer          the weights that a replica sent are not those of their manifest: which replica, to whom
 ├── RewardFailed             the user's reward function raised, took too long, or ended its process
 │   └── EnvironmentFailed    an environment did so in the middle of a conversation, or is not deterministic
 ├── NothingScored            no group could be scored for so long that the run ends: how many, and why
@@ -187,6 +188,7 @@ def shown_groups(group_ids: Sequence[str]) -> str:
 
 
 _OTHER_NUMBERS = re.compile(r"(\S+)#(\d+) computed other numbers in ([^:]+): (.*)", re.DOTALL)
+_OTHER_BYTES = re.compile(r"(\S+)#(\d+) sent other bytes of version (\d+) than its manifest names: (.*)", re.DOTALL)
 _DISAGREES = re.compile(r"(\S+)#(\d+) alone disagrees with the trainers in step (\d+):")
 _MICROBATCH = re.compile(r"microbatch (\S+) \(prompt groups ([^)]*)")
 
@@ -204,6 +206,23 @@ class WrongNumbers(RolecallError):
         """(replica, incarnation, unit, reason) from the message."""
         found = _OTHER_NUMBERS.match(message)
         return (found[1], int(found[2]), found[3], found[4]) if found else None
+
+
+class CorruptTransfer(RolecallError):
+    """Reported, not raised, by the replica that pulled; it took the tensor from another holder."""
+
+    def __init__(self, *, replica: str, incarnation: int, version: int, because: str) -> None:
+        """`replica`: the holder."""
+        self.replica, self.incarnation, self.version = replica, incarnation, version
+        super().__init__(
+            f"{replica}#{incarnation} sent other bytes of version {version} than its manifest names: {because}"
+        )
+
+    @staticmethod
+    def parse(message: str) -> tuple[str, int, int, str] | None:
+        """(holder, its incarnation, version, reason) from the message."""
+        found = _OTHER_BYTES.match(message)
+        return (found[1], int(found[2]), int(found[3]), found[4]) if found else None
 
 
 class EngineDisagrees(RolecallError):

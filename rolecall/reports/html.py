@@ -10,9 +10,10 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from rolecall.core.text import counted, escape, in_words, seconds
+from rolecall.core.text import counted, escape, in_words, percent, seconds
 from rolecall.reports.charts import evaluation_chart, key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
+from rolecall.views.phases import PHASES_LEAD, PhaseTime, phase_times
 
 Report = Mapping[str, Any]
 
@@ -26,6 +27,7 @@ def render_html(report: Report) -> str:
         _incident_table(report),
         *[_incident(i, key_of(n)) for n, i in enumerate(report["incidents"])],
         *[_missed(f, key_of(len(report["incidents"]) + n)) for n, f in enumerate(report["missed"])],
+        _phases(report),
         _audit(report),
         _proofs(report),
         _remarks(report),
@@ -257,6 +259,29 @@ def _missed(fault: Report, key: str) -> str:
         '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this '
         "fault.</p></article>"
     )
+
+
+def _phases(report: Report) -> str:
+    """Where the time of the recoveries went; empty without any."""
+    times = phase_times(report["recovery_phases"])
+    if not times:
+        return ""
+    body = "".join(
+        f"<tr><td>{escape(t.phase)}</td>"
+        + "".join(f'<td class="n">{escape(text)}</td>' for text in _phase_cells(t))
+        + "</tr>"
+        for t in times
+    )
+    heads = ("Phase", "Recoveries", "Median", "Worst", "Sum", "Share")
+    header = "".join(f'<th scope="col"{" class=n" if n else ""}>{h}</th>' for n, h in enumerate(heads))
+    return (
+        f'<h2>Where the time went</h2><p class="lead">{escape(PHASES_LEAD)}</p><div class="card scroll"><table>'
+        f"<thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _phase_cells(t: PhaseTime) -> tuple[str, ...]:
+    return (str(t.num), seconds(t.median_seconds), seconds(t.worst_seconds), seconds(t.total_seconds), percent(t.share))
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> str:

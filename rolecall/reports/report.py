@@ -50,6 +50,7 @@ from rolecall.views.incidents import (
 )
 from rolecall.views.lifetimes import IncarnationRecord, Key, PidsKept, incarnation_records, pids_kept
 from rolecall.views.mfu import MfuMeter, RoleMfu, role_mfu
+from rolecall.views.phases import phases_of_run
 
 SCHEMA_VERSION = 1
 """Of report.json. Reports of another schema are not compared."""
@@ -242,6 +243,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         **_effective(facts, begun, worked_until, lost, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
         "incidents": [s.to_dict(end) for s in joined.summaries],
+        "recovery_phases": [p.to_dict() for p in phases_of_run(joined.summaries, facts.events)],
         "faults_injected": len(facts.replica_faults),
         "helper_faults": _helper_faults(facts),
         "missed": [f.to_dict() for f in joined.missed],

@@ -375,9 +375,20 @@ def _join(
                 left.remove(fault)
                 break
     join(right=False)
-    # An operator request is not an alarm.
-    alarms = [which for which in free if not by_id[which].incident.requested_by_operator]
+    # An operator request is not an alarm, nor one more incident of a fault that hit several: a node and its replicas.
+    alarms = [
+        which
+        for which in free
+        if not by_id[which].incident.requested_by_operator and not any(_is_of(by_id[which], f) for f in faults)
+    ]
     return list(by_id.values()), left, alarms
+
+
+def _is_of(summary: IncidentSummary, fault: InjectedFault) -> bool:
+    """Whether an incident is one of several that a fault of several replicas opened."""
+    since = summary.incident.opened_at - fault.injected_at
+    soon = -CLOCK_SLACK_SECONDS <= since < WRONG_NAME_SECONDS
+    return len(fault.hit) > 1 and soon and _names(summary.incident, fault)
 
 
 def _affects_replacement(incident: Incident, fault: InjectedFault) -> bool:

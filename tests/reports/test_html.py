@@ -73,6 +73,7 @@ def test_the_page_shows_the_run(report: dict[str, Any]) -> None:
     assert "3 of 3 faults resolved, the audit holds; reward went from 0.07 to 0.96" in text
     for incident in report["incidents"]:
         assert incident["because"] in text and incident["plan"] in text and incident["verified"] in text
+    assert re.search(r"Where the time went.*Phase.*detect.*decide.*restart.*reconnect.*recompute", text, re.DOTALL)
     for word in ("rollout-kill on rollout/1", "8.90 s", "standby/0", "pid 4108", "4,194,304", report["config_digest"]):
         assert word in text, word
 

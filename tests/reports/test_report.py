@@ -58,6 +58,10 @@ def test_the_report_of_a_run_with_resolved_incidents(fake_run: RunDir) -> None:
     assert report["weights_proven"] == 2
     assert [i["action"] for i in report["incidents"]] == ["replace_replica"] * 3
     assert 0.85 < report["ettr"] < report["ettr_paper"] < 1.0
+    for phases, incident in zip(report["recovery_phases"], report["incidents"], strict=True):
+        assert phases["incident_id"] == incident["incident_id"] and phases["detect"] == incident["detected_seconds"]
+        serving = phases["decide"] + phases["restart"] + phases["reconnect"]
+        assert serving == pytest.approx(incident["serving_seconds"], abs=5e-3)
     assert report["ettr_with_start"] < report["ettr"]
     assert report["wall_seconds"] == pytest.approx(report["ended_at"] - report["started_at"], abs=1e-3)
 

@@ -165,6 +165,17 @@ def test_a_suspicion_that_was_tolerated_and_the_incident_that_repaired_are_of_on
     assert [s.fault for s in tale.reported(once, again).summaries] == [once, again], "each has its own"
 
 
+def test_a_lost_node_and_a_replica_on_it_are_incidents_of_one_fault_and_another_replica_is_an_alarm() -> None:
+    lost = replace(_fault("node-3", 10.0), incarnation=None, node="node-3", targets=("node-3", "rollout/1"))
+    tale = Tale().opened(10.2, "i1", "", None).say(10.3, K.INCIDENT_CLOSED, "i1", outcome="tolerated")
+    tale.opened(10.4, "i2", "rollout/1", 4).acted(10.5, "i2", "rollout/1", incarnation=4).resolved(12.0, "i2")
+    joined = tale.reported(lost)
+    assert {s.incident.incident_id: s.fault is not None for s in joined.summaries} == {"i1": False, "i2": True}
+    assert not joined.missed and not joined.false_alarms
+    tale.opened(11.0, "i3", "rollout/2").opened(500.0, "i4", "rollout/1", 5)
+    assert tale.reported(lost).false_alarms == ("i3", "i4")
+
+
 def test_the_right_name_goes_before_the_nearer_time() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/2").opened(12.0, "i2", "rollout/1")
     joined = tale.reported(_fault("rollout/1", 10.0))

@@ -39,6 +39,7 @@ from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
+from rolecall.views.phases import PHASES_LEAD
 
 AUDIT_NOW = "accounting.audit"
 ETTR_HELP = "Effective training time ratio: share of the time in which rollouts and trainers did useful work."
@@ -359,6 +360,14 @@ def _speed(statistics: IncidentStatistics) -> None:
         "Of resolved incidents, from the finding until the replacement serves; resolved: it was then seen to make "
         "progress."
     )
+    st.subheader("Where the time went")
+    phases: list[list[Cell]] = [
+        [p.phase, str(p.num), seconds(p.median_seconds), seconds(p.worst_seconds), seconds(p.total_seconds),
+         percent(p.share)]
+        for p in statistics.phases
+    ]  # fmt: skip
+    st.html(small_table(["phase", "recoveries", "median", "worst", "sum", "share"], phases))
+    st.caption(PHASES_LEAD)
 
 
 def _within(share: float | None) -> str:

@@ -49,6 +49,7 @@ from rolecall.views.incidents import summarize_incidents
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import incarnation_records
 from rolecall.views.mfu import MfuMeter, RoleMfu, mfu_courses, role_mfu
+from rolecall.views.phases import PhaseTime, phase_times, phases_of_run
 
 _K = EventKind
 KINDS = (*RETAINED, *INCIDENT_KINDS, _K.RUN_STARTED, _K.RUN_ENDED)
@@ -73,6 +74,7 @@ class IncidentStatistics:
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]
     recovery: tuple[RecoveryTimes, ...]
+    phases: tuple[PhaseTime, ...]
     num_missed: int
     num_false_alarms: int
     num_injected: int
@@ -215,6 +217,7 @@ class AccountingWorker:
             times=counted,
             detection=detection(joined.summaries),
             recovery=recovery(joined.summaries),
+            phases=phase_times([p.seconds for p in phases_of_run(joined.summaries, events)]),
             num_missed=len(joined.missed),
             num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
             num_injected=len(replica_faults),

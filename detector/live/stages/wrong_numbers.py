@@ -8,6 +8,8 @@ unusual, and has a share of the rewards scored twice. It reports the result as a
                           microbatch, its prompt groups or the code are at fault, and no machine.
     WrongNumbers          names the suspect replica: from a trainer that computed a microbatch again, with usual
                           numbers, or from the controller, if two scorers contradict a third.
+    CorruptTransfer       names a holder of weights, from the replica that pulled them. One that gets wrong bytes from
+                          several holders is itself what they have in common, and the suspect.
 
 Once may be chance (a bit flip); twice within an hour, in two steps or prompt groups, is a machine.
 """
@@ -17,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Evidence, Finding
-from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
+from rolecall.core.errors import CorruptTransfer, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
@@ -45,9 +47,12 @@ class WrongNumbersStage(Stage):
         by_microbatch: dict[tuple[str, str, str], list[ReceivedException]] = defaultdict(list)
         # (replica, incarnation) -> unit of work -> first report of numbers that others did not get
         alone: dict[tuple[str, int], dict[str, ReceivedException]] = defaultdict(dict)
+        # (replica, incarnation) that pulled -> holder, unit, report
+        pulled: dict[tuple[str, int], list[tuple[tuple[str, int], str, ReceivedException]]] = defaultdict(list)
         for seen in fleet.wrong_numbers:
             message = seen.event.detail.get("message", "")
             wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
+            sent = CorruptTransfer.parse(message)
             if now - seen.received_wall > REMEMBER_SECONDS:
                 continue
             if wrong is not None:
@@ -55,6 +60,13 @@ class WrongNumbersStage(Stage):
                 alone[(replica, incarnation)].setdefault(unit, seen)
             elif parsed is not None:
                 by_microbatch[(seen.event.role, *parsed)].append(seen)
+            elif sent is not None:
+                puller = seen.event.replica, seen.event.incarnation
+                pulled[puller].append(((sent[0], sent[1]), f"version {sent[2]}", seen))
+        for puller, transfers in pulled.items():
+            holders = {holder for holder, _, _ in transfers}
+            for holder, unit, seen in transfers:
+                alone[holder if len(holders) == 1 else puller].setdefault(unit, seen)
         found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
@@ -80,7 +92,9 @@ class WrongNumbersStage(Stage):
 def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException], now: float) -> Finding:
     twice = len(reports) > 1
     first = reports[0]
-    because = f"{subject.name()} computes wrong numbers: {'; '.join(_what(s) for s in reports[:SHOWN_MAX])}"
+    of_transfers = all(CorruptTransfer.parse(s.event.detail.get("message", "")) for s in reports)
+    does = "transfers wrong bytes" if of_transfers else "computes wrong numbers"
+    because = f"{subject.name()} {does}: {'; '.join(_what(s) for s in reports[:SHOWN_MAX])}"
     if twice:
         seconds = reports[-1].received_wall - first.received_wall
         because += (
@@ -104,6 +118,9 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
 def _what(seen: ReceivedException) -> str:
     message = seen.event.detail.get("message", "")
     wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
+    if (sent := CorruptTransfer.parse(message)) is not None:
+        holder, incarnation, version, reason = sent
+        return f"from {holder}#{incarnation} to {seen.event.replica}, in version {version}, {reason}"
     if wrong is not None:
         return f"in {wrong[2]} {wrong[3]}"
     which = parsed[0] if parsed else "?"

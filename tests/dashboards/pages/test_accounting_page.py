@@ -20,10 +20,11 @@ from rolecall.dashboards.pages.charts import CLASS_COLOURS
 from rolecall.dashboards.settings import Settings
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
+from rolecall.views.phases import PHASES
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
 from tests.dashboards.made_runs import MadeRun
 from tests.events import filled
-from tests.fake_run import FakeRun
+from tests.fake_run import ALL, FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 
 K = EventKind
@@ -63,6 +64,10 @@ def test_a_finished_run_is_accounted_for(finished: World) -> None:
         ("slow", 1, 1.0),
     ]
     assert all(d.injected for d in statistics.detection)
+    assert [(p.phase, p.num) for p in statistics.phases] == [(phase, 3) for phase in PHASES]
+    detect = statistics.phases[0]
+    found_after = [strike.found_after for strike in ALL]
+    assert (detect.worst_seconds, detect.total_seconds) == pytest.approx((max(found_after), sum(found_after)), abs=5e-3)
 
 
 def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(finished: World) -> None:
@@ -164,6 +169,8 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     assert "Audit passed." in reported
     assert "3 faults were injected, 0 were missed" in reported
     assert "No diagnosis has been reviewed yet." in reported
+    tables = "".join(h.proto.body for h in at.get("html"))
+    assert "Where the time went" in reported and all(f">{phase}<" in tables for phase in PHASES)
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
 
 

@@ -4,11 +4,12 @@ import contextlib
 import itertools
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from rolecall.rl_runtime.faults.process_side import (
     request_path,
 )
 from rolecall.rl_runtime.processes import run_environment
+from tests.full_disk import small_disk
 from tests.support import PATIENCE_SECONDS, eventually
 
 WORKER = """
@@ -232,7 +234,9 @@ def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
         assert "InjectedError: shape mismatch" in a.end()
 
 
-@pytest.mark.parametrize(("how", "factor"), [(InProcessFault.NAN, "nan"), (InProcessFault.SCALE, "1000.0")])
+@pytest.mark.parametrize(
+    ("how", "factor"), [(InProcessFault.NAN, "nan"), (InProcessFault.SCALE, "1000.0"), (InProcessFault.FLIP, "-1.0")]
+)
 def test_numbers_of_one_unit_of_work_are_corrupted_and_nothing_else(
     run: RunDir, how: InProcessFault, factor: str
 ) -> None:
@@ -331,6 +335,69 @@ def test_a_quota_throttles_or_is_refused_with_the_reason(run: RunDir) -> None:
         assert record["how"] == "quota" and home is not None
         assert not (home / f"rolecall-{worker.pid}").exists(), "the control group was left behind"
         worker.goes_on()
+
+
+class Asking(FakeClock):
+    """Asks something whenever it is slept on: what holds during an outage, without waiting for it."""
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        super().__init__()
+        self._ask, self.answers = ask, list[object]()
+
+    def sleep(self, seconds: float) -> None:
+        self.answers.append(self._ask())
+        super().sleep(seconds)
+
+
+def test_during_an_outage_nobody_writes_to_the_journal_and_afterwards_everybody(run: RunDir) -> None:
+    def can_write() -> bool:
+        with contextlib.closing(sqlite3.connect(run.path / "journal.db", timeout=0, isolation_level=None)) as database:
+            try:
+                database.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                return False
+            return True
+
+    with replica(run, "controller/0") as worker:
+        clock = Asking(can_write)
+        record = inject(run, "journal-down", seconds=7.0, clock=clock)
+        assert clock.answers == [False] and can_write()
+        assert (record["target"], record["pid"]) == ("controller/0", worker.pid)
+        assert record["ended_at"] - record["injected_at"] == pytest.approx(7.0)
+        endless = inject(run, "journal-down", clock=clock)
+        assert endless["ended_at"] - endless["injected_at"] == pytest.approx(injector.OUTAGE_SECONDS_MAX)
+
+
+def test_a_small_disk_is_full_during_its_outage_only_and_a_large_one_is_not_touched(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 8 * 1024) as disk:
+        run = make_run(disk.path, allowed=True)
+        with replica(run, "controller/0"):
+            clock = Asking(lambda: os.statvfs(run.path).f_bavail)
+            inject(run, "disk-full", seconds=1.0, clock=clock)
+            assert set(clock.answers) == {0} and len(clock.answers) >= 5
+            assert os.statvfs(run.path).f_bavail > 0
+        assert [line["kind"] for line in log(run)] == ["disk-full"]
+    disk_of_all = os.statvfs(tmp_path)
+    if disk_of_all.f_blocks * disk_of_all.f_frsize > injector.DISK_BYTES_MAX:
+        run = make_run(tmp_path, allowed=True)
+        with replica(run, "controller/0"), pytest.raises(InjectionRefused, match="put the run on a small one"):
+            inject(run, "disk-full", seconds=1.0)
+
+
+def test_a_lost_node_is_its_raylet_and_the_replicas_there_but_never_the_first_node(run: RunDir) -> None:
+    run.write({**run.read(), "nodes": ["node-0", "node-1"]})
+    with replica(run, "rollout/0") as there, replica(run, "rollout/1") as raylet:
+        for node in ("node-0", "node-1"):
+            folder = run.path / "nodes" / node
+            folder.mkdir(parents=True)
+            (folder / "raylet.json").write_text(json.dumps({"pid": raylet.pid, "start_ticks": raylet.start_ticks}))
+        with pytest.raises(InjectionRefused, match=r"no such target node-0 at work in run r \(at work: node-1\)"):
+            inject(run, "node-kill", "node-0")
+        record = inject(run, "node-kill")
+        assert raylet.process.wait(PATIENCE_SECONDS) == -9
+        assert (record["target"], record["node"], record["incarnation"]) == ("node-1", "node-1", None)
+        assert record["targets"] == ["node-1", "rollout/0", "rollout/1"]
+        there.goes_on()
 
 
 def test_seed_chooses_the_target(run: RunDir) -> None:

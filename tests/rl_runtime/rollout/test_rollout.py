@@ -6,7 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from rolecall.core.errors import ProofMismatch, StaleIncarnation
+from rolecall.agent.processes.state_pages import parse_page
+from rolecall.agent.reporter import reporter
+from rolecall.core.errors import CorruptTransfer, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.weights.digest import build_manifest
@@ -147,6 +149,22 @@ def test_a_version_of_which_a_part_arrived_is_not_applied_and_the_rest_is_fetche
     rig.replica.update_weights(1, 1, manifest, [other.holder(ReplicaId("trainer/1"), 1)])
     assert rig.replica.info().policy_version == 1 and len(asked) == 1
     other.close()
+
+
+def test_a_holder_that_sends_other_bytes_is_reported_and_the_version_comes_from_another(rig: Rig) -> None:
+    manifest = rig.publish(5)
+    bad = TensorServer(TOKEN, on_tensor=lambda puller, name: -1.0)
+    bad.publish(manifest, weights(5))
+    before = parse_page(reporter.page_bytes()).exception
+    rig.replica.update_weights(1, 1, manifest, [bad.holder(ReplicaId("trainer/1"), 3), rig.holder])
+    bad.close()
+    assert rig.replica.info().policy_version == 5
+    report = parse_page(reporter.page_bytes()).exception
+    assert report is not None and report != before
+    holder, incarnation, version, reason = CorruptTransfer.parse(report.message) or ("", 0, 0, "")
+    assert (holder, incarnation, version) == ("trainer/1", 3, 5) and reason.endswith(
+        "bytes received have another digest"
+    )
 
 
 def test_a_relay_serves_verified_weights_after_the_trainers_death(make_rig: Callable[..., Rig]) -> None:

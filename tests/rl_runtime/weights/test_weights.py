@@ -214,6 +214,23 @@ def test_pull_continues_at_the_missing_tensor_when_its_source_dies(start: Start)
     }
 
 
+def test_a_byte_that_changes_on_its_way_is_noticed_and_the_tensor_comes_from_another_holder(start: Start) -> None:
+    weights = make_weights()
+    manifest = build_manifest(2, weights, [])
+    second = sorted(weights)[1]
+    bad, good = start(on_tensor=lambda puller, name: -1.0 if name == second else None), start()
+    for server in (bad, good):
+        server.publish(manifest, weights)
+    with pytest.raises(TransferFailed, match=f"{second}: bytes received have another digest") as failed:
+        get(bad.holder(TRAINER, 1), manifest)
+    assert failed.value.problem is TransferProblem.CORRUPT
+    told = list[tuple[ReplicaId, str]]()
+    holders = [bad.holder(TRAINER, 1), good.holder(ROLLOUT, 1)]
+    pieces = get_any(holders, manifest, on_corrupt=lambda holder, reason: told.append((holder.replica, reason)))
+    assert same(pieces.tensors, weights) and pieces.bytes_by_holder.keys() == {TRAINER, ROLLOUT}
+    assert told == [(TRAINER, f"{second}: bytes received have another digest")]
+
+
 def test_pieces_kept_on_the_error_are_not_asked_for_again(start: Start) -> None:
     weights = make_weights()
     manifest = build_manifest(2, weights, [])

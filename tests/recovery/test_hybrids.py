@@ -182,6 +182,15 @@ def test_other_rollouts_are_restarted_without_the_hybrids() -> None:
     assert plan.action is A.RESTART_ROLE and names(plan) == ["rollout/3", "rollout/4"]
 
 
+# --- borrowed nodes
+
+
+def test_a_hybrid_that_must_leave_its_node_borrows_one_for_both() -> None:
+    plan = decide(ask(suspected(F.GPU, "rollout/1"))).plan
+    assert plan.action is A.REPLACE_NODE and names(plan) == PAIR
+    assert [str(t.replica) for t in plan.lent] == ["standby/0"], "one node, and never that of another hybrid"
+
+
 # --- guards
 
 

@@ -62,6 +62,8 @@ ENGINE_VERSIONS: Final = 3
 """Versions of the weights that an engine's replica holds while it takes a new one: it serves two to other engines."""
 LOAD_COPIES: Final = 3
 """Copies of the weights with which the first rank of an engine gives them to the others; one of them is shared."""
+LOADED_SHARE: Final = 0.67
+"""Of the weights, that a further rank of an engine holds while it takes its part of them. Measured."""
 MENTIONED: Final = 0.1
 """Share of a job's memory from which logits are named as what to make smaller."""
 
@@ -372,9 +374,9 @@ def engine_need(
     """Of one rank of a rollout engine. `gpu_bytes`: all memory of its GPU; 0: only what it must have is counted."""
     ranks = job.runtime.rollout_ranks
     weights = WEIGHT_BYTES[job.model.dtype] * size.num_parameters
-    versions = ENGINE_VERSIONS * weights if rank == 0 else 0
-    if ranks > 1 and rank == 0:
-        versions += LOAD_COPIES * weights
+    versions: float = ENGINE_VERSIONS * weights if rank == 0 else 0
+    if ranks > 1:
+        versions += (LOADED_SHARE if rank else LOAD_COPIES) * weights
     if device == "cuda":  # its cache takes what is left of its share of the GPU
         taken = max(CUDA_BYTES + weights / ranks, job.runtime.rollout_memory_share * gpu_bytes)
         return RankNeed(host_bytes=int(ENGINE_BYTES + versions), device_bytes=int(taken))

@@ -99,7 +99,7 @@ ADDED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "a reference policy": ({}, {"algorithm": {"kl_coefficient": 0.1}}, 4),
     "a previous version": ({"runtime": {"staleness_max": 1}}, {"runtime": {"staleness_max": 2}}, 4),
     "several updates": ({}, {"algorithm": {"ppo_epochs": 2}}, 12),
-    "a critic": ({}, {"algorithm": {"name": "ppo"}}, 12 + 8 + 12 + 12),
+    "a critic": ({}, {"algorithm": {"name": "ppo"}}, 12 + 8 + 12 + 12 + 10),
 }
 
 

@@ -198,11 +198,12 @@ class RayRuntime:
         avoid = frozenset(unusable if restarts else unusable | {t.node for t in plan.targets})
         choose = fleet.restart_node if restarts else fleet.spare_node
         due = [t for t in plan.targets if not _is_done(before[t.replica], t, plan)]
-        loans = [t.node for t in plan.lent if t.node not in {before[b.replica].node for b in plan.targets}]
+        given_away = {before[t.replica].node for t in plan.targets}
+        loans = [t.node for t in plan.lent if t.node not in given_away and t.node not in unusable]
         # Nodes that this plan has already given to replicas, also before a crash of the watch.
         given = {t.replica: before[t.replica].node for t in plan.targets if t not in due}
         taken = [given[t.replica] for t in plan.targets if t not in due and given[t.replica] != t.node]
-        records = []
+        records: list[Desired] = []
         for target in due:
             node, view = target.node, fleet.find(target.replica)
             partner = view.partner if view is not None else None
@@ -211,8 +212,11 @@ class RayRuntime:
                 node = given[partner]
             elif plan.action is ActionKind.REPLACE_NODE or node in unusable:
                 role, _ = split_replica(fleet.unit_of(target.replica))
-                lent = loans.pop(0) if loans and role == BORROWER else None
-                other = lent or choose(role, avoid, taken)
+                borrows = role == BORROWER and bool(loans)
+                # Fewer loans than replicas: the first ones have places of their own.
+                other = None if borrows and len(loans) >= len(due) - len(records) else choose(role, avoid, taken)
+                if other is None and borrows:
+                    other = loans.pop(0)
                 if other is None:
                     raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
                 node = other

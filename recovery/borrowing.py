@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import PlanTarget, ReplicaLoad
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.membership import STANDBY_ROLE, ReplicaState, is_standby
+from rolecall.core.membership import HYBRID_ROLES, STANDBY_ROLE, ReplicaState, is_standby
 from rolecall.core.text import counted
 from rolecall.recovery.fleet_view import FleetView, ReplicaView
 
@@ -48,7 +48,11 @@ def choose_lenders(
     busy: Collection[str] = (),
 ) -> Loan:
     """`avoid`: nodes on which nothing may be placed. `busy`: replicas that open incidents concern."""
-    serving = [r for r in fleet.of_role("rollout") if r.living and r.state is ReplicaState.SERVING]
+    serving = [
+        r
+        for r in fleet.of_role("rollout")
+        if r.living and r.state is ReplicaState.SERVING and r.node not in avoid and r.replica not in busy
+    ]
     refused: dict[str, str] = {}
     fit: list[ReplicaView] = []
     for view in (r for role in LENDERS for r in fleet.of_role(role) if not r.lent):
@@ -93,12 +97,20 @@ def _why_not(
     if not places.has_gpus(view.node, BORROWER):
         there, needed = places.gpus.get(view.node, 0), places.gpus_needed(BORROWER)
         return f"has {counted(there, 'GPU')} on {view.node}, and a trainer needs {needed}"
-    needed_bytes = places.memory_bytes.get(BORROWER)
+    needed_bytes = _needed_bytes(fleet)
     if needed_bytes is None or load.available_bytes is None:
         return ""
     if needed_bytes > load.available_bytes + load.rss_bytes:
         return f"would leave {_memory(load)} on {view.node}, and a trainer needs {needed_bytes / GIB:.1f} GiB"
     return ""
+
+
+def _needed_bytes(fleet: FleetView) -> int | None:
+    """Host memory of what comes to the node: a trainer, or a whole hybrid. None: unknown."""
+    places = fleet.places
+    roles = HYBRID_ROLES if places.num_hybrids else (BORROWER,)
+    known = [places.memory_bytes[r] for r in roles if r in places.memory_bytes]
+    return sum(known) if known else None
 
 
 def _cost(view: ReplicaView, load: ReplicaLoad | None) -> tuple[bool, float, float, str]:
@@ -115,7 +127,7 @@ def _text(view: ReplicaView, load: ReplicaLoad, fleet: FleetView) -> str:
     if places.gpus:
         there = counted(places.gpus.get(view.node, 0), "GPU")
         parts.append(f"{places.gpus_needed(BORROWER)} of its {there} are needed")
-    if (needed_bytes := places.memory_bytes.get(BORROWER)) is not None and load.available_bytes is not None:
+    if (needed_bytes := _needed_bytes(fleet)) is not None and load.available_bytes is not None:
         parts.append(f"a trainer needs {needed_bytes / GIB:.1f} GiB, and {_memory(load)} will be free")
     return ", ".join(parts)
 

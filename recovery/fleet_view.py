@@ -11,6 +11,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import RunStarted
 from rolecall.core.membership import (
     COMPUTING_ROLES,
+    HYBRID_ROLES,
     STANDBY_ROLES,
     Actual,
     Desired,
@@ -59,6 +60,11 @@ class ReplicaView:
         return self.incarnation >= self.desired_incarnation and self.state in LIVING
 
     @property
+    def lost(self) -> bool:
+        """The desired incarnation has ended, and nothing else is desired yet."""
+        return self.state is ReplicaState.LOST and self.incarnation == self.desired_incarnation and not self.lent
+
+    @property
     def lent(self) -> bool:
         """It has lent its node to another replica and is not to run."""
         return not self.node
@@ -82,8 +88,11 @@ class RunPlaces:
     num_hybrids: int = 0  # trainers that share their node with the rollout of the same number
 
     def gpus_needed(self, role: str) -> int:
-        """One for each rank of a computing replica."""
-        return self.ranks.get(role, 1) if self.gpus and role in COMPUTING_ROLES else 0
+        """One for each rank of a computing replica; a trainer stands for its hybrid, whose larger half decides."""
+        if not self.gpus or role not in COMPUTING_ROLES:
+            return 0
+        roles = HYBRID_ROLES if self.num_hybrids and role == "trainer" else (role,)
+        return max(self.ranks.get(r, 1) for r in roles)
 
     def has_gpus(self, node: str, role: str) -> bool:
         return self.gpus.get(node, 0) >= self.gpus_needed(role)
@@ -139,7 +148,8 @@ class FleetView:
             shared = _emptiest((r.node for r in self.replicas if r.living and r.node not in avoid), taken)
             if shared is not None:
                 return shared
-        of_standbys = (r.node for r in self.standbys() if STANDBY_ROLES[r.role] == role)
+        # Alone: another replica may be about to take it.
+        of_standbys = (r.node for r in self.standbys() if STANDBY_ROLES[r.role] == role and len(self.on(r.node)) == 1)
         usable = (n for n in (*sorted(of_standbys), *self.free_nodes(role, avoid)) if n not in (*avoid, *taken))
         return next(usable, None)
 
@@ -153,7 +163,7 @@ class FleetView:
             r.node
             for r in self.replicas
             if r.role not in STANDBY_ROLES and r.state not in (None, ReplicaState.LOST)
-            if not r.lent and r.node not in avoid
+            if not r.lent and r.node not in avoid and self.places.has_gpus(r.node, role)
         )
         return _emptiest(places, taken)
 

@@ -129,7 +129,7 @@ def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:
         if seen is None or not seen.living or seen.desired_incarnation != lender.incarnation:
             because = f"the plan ends {lender.replica}#{lender.incarnation}, which no longer runs"
             return GuardResult(LENDER, because, page_oncall=True)
-    left, at_least = remaining(situation.fleet, plan.lent), situation.config.rollouts_min
+    left, at_least = remaining(situation.fleet, (*plan.lent, *plan.targets)), situation.config.rollouts_min
     if plan.lent and left < at_least:
         because = f"{counted(left, 'rollout')} would go on serving, at least {at_least} must (recovery.rollouts_min)"
         return GuardResult(LENDER, because, page_oncall=True)

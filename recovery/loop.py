@@ -63,7 +63,7 @@ from rolecall.recovery.next_step import (
 )
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
-from rolecall.recovery.policy import PolicyInput, decide, lost_nodes, question
+from rolecall.recovery.policy import PolicyInput, busy_replicas, decide, lost_nodes, question
 from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
 
 logger = logging.getLogger(__name__)
@@ -317,16 +317,24 @@ class Watch:
         self._write(IncidentUpdated(diagnosis=diagnosis), key=key, incident=incident)
 
     def _would_act(self, diagnosis: Diagnosis) -> bool:
-        """Whether policy would now act on what it tolerated before (a slow replica that got slower)."""
-        if diagnosis.fault_class.spec.remedy is not Remedy.WEIGH:
+        """Whether policy would now act on what it tolerated before: a slow replica got slower, or there is a node by
+        now for a lost one."""
+        fleet, incidents = self._fleet(), self._projection.incidents.values()
+        if diagnosis.fault_class.spec.remedy is not Remedy.WEIGH and not any(
+            view is not None and view.lost for view in (fleet.find(s.replica) for s in diagnosis.suspects)
+        ):
             return False
         facts = PolicyInput(
             incident_id=IncidentId("inc-0"),
             diagnosis=diagnosis,
-            fleet=self._fleet(),
+            fleet=fleet,
             config=self._config,
             past=(),
             supports=self._actuator.supports,
+            lost_nodes=lost_nodes(incidents, self._returned_at()),
+            quarantined_nodes=quarantined_nodes(self._journal),
+            loads=self._detector.loads(),
+            busy=busy_replicas(incidents),
         )
         return decide(facts).plan.action is not ActionKind.TOLERATE
 
@@ -398,7 +406,7 @@ class Watch:
             channel=self._notifier.channel,
         ):
             self._append(incident, event)
-        for target in (*move.plan.targets, *move.plan.lent):
+        for target in move.plan.targets:
             # Before it dies: from now on its end is intended, not a second fault.
             self._detector.forget(target.replica, target.incarnation + 1)
         lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
@@ -416,6 +424,8 @@ class Watch:
             logger.exception("%s: the actuator failed again", incident.incident_id)
             result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
         if result.done:
+            for lender in move.plan.lent:  # healthy until now
+                self._detector.forget(lender.replica, lender.incarnation + 1)
             self._append(incident, done(incident, incident.attempt, result.to_dict()))
         else:
             self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))

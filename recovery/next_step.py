@@ -16,6 +16,7 @@ from rolecall.core.journal.payloads import (
     ActionFailed,
     ActionStarted,
     IncidentClosed,
+    IncidentUpdated,
     IncidentVerified,
     NodeQuarantined,
     OncallPaged,
@@ -26,7 +27,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
-from rolecall.recovery.guards import COMMITS, GuardResult, Progress, Situation, check
+from rolecall.recovery.guards import COMMITS, LENDER, GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import (
     NOT_STARTED,
     UNDER_REPAIR,
@@ -142,6 +143,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
         return _start(incident, attempt)
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
+    if verdict.guard == LENDER and not situation.observing:
+        return _about(incident, attempt, "decided_anew", IncidentUpdated(diagnosis=incident.diagnosis))
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
     if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:

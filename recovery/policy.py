@@ -197,13 +197,18 @@ def question(
         ),
         commits_since=since >= began,
         loads=loads or {},
-        busy=frozenset(
-            r
-            for i in known
-            if i.state is not IncidentState.CLOSED and i.incident_id != incident.incident_id
-            for r in (*i.named, *i.handled)
-        ),
+        busy=busy_replicas(known, incident.incident_id),
     )
+
+
+def busy_replicas(incidents: Iterable[Incident], but: str = "") -> frozenset[str]:
+    """Replicas that open incidents concern, or whose nodes their plans lend. `but`: an incident that does not count."""
+    found: set[str] = set()
+    for incident in incidents:
+        if incident.state is not IncidentState.CLOSED and incident.incident_id != but:
+            found |= {*incident.named, *incident.handled}
+            found |= {str(t.replica) for t in (incident.attempt.plan.lent if incident.attempt else ())}
+    return frozenset(found)
 
 
 def lost_nodes(incidents: Iterable[Incident], returned_at: Mapping[str, float]) -> frozenset[str]:
@@ -323,7 +328,7 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
         # A replacement that has left the faulty node need not leave its own, too.
         faulty = {str(s.node) for s in facts.diagnosis.suspects}
         must = any(t.node in facts.avoided for t in homeless) or (
-            facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE and any(t.node in faulty for t in homeless)
+            leaves_node(facts.diagnosis) and any(t.node in faulty for t in homeless)
         )
         lent, why = _lenders(facts, homeless) if must else ((), "")
         if must and not lent:

@@ -258,7 +258,6 @@ class RolloutActor(_Actor):
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
             max_model_len=max(len(CANARY) + 1, job.max_tokens),  # the canary is served, too, with one token more
-            requests_max=job.held_requests_max,
             seed=job.seed,
             dtype=job.model.dtype,
             fixed_length=job.data is None and job.task.fixed_length,

@@ -290,7 +290,8 @@ class Supervisor:
             for replica in replicas:
                 if replica in newest and newest[replica].state in GONE:
                     raise ActuatorError(f"{replica} did not start: {newest[replica].because}")
-            missing = [r for r in replicas if r not in newest or newest[r].state is ReplicaState.STARTING]
+            awaited = [r for r in replicas if r in desired and not desired[r].lent]
+            missing = [r for r in awaited if r not in newest or newest[r].state is ReplicaState.STARTING]
             if not missing:
                 return
             if len(missing) != shown:

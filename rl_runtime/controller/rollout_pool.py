@@ -66,7 +66,7 @@ engine. A holder serves one puller at a time, and every engine with the version 
 in their number. A longer or hung update continues and delays no other engine.
 """
 SLEEP_SECONDS = 10.0
-"""Time for an engine to finish its step, or a weight update, and fall asleep. The step of all hybrids waits for it, and
+"""Time for an engine to finish its step and fall asleep. The step of all hybrids waits for it, and
 one that takes longer is contained: its memory may be what the trainer needs."""
 SENT_MAX = 1024
 """Unfinished requests that one engine has at most: enough to keep it busy until the next pull, and few to send to
@@ -140,6 +140,7 @@ class EngineState:
     silent: bool = False
     asleep: bool = False  # until its next update
     updating: bool = False
+    may_be_awake: bool = False  # an update was sent since it fell asleep, and may have arrived
     draining: bool = False
     holds_unknown: bool = False  # requests of an earlier controller, not listed yet
     failures: Counter[str] = field(default_factory=Counter)
@@ -318,7 +319,7 @@ class RolloutPool:
         """From now on the hybrids' engines get nothing to do. Returns those that do not sleep yet."""
         self._hybrids_rest = True
         hybrids = [e for e in self.engines.values() if e.key[0] in self._hybrids]
-        return sorted(e.key for e in hybrids if e.updating or not e.asleep)
+        return sorted(e.key for e in hybrids if e.updating or e.may_be_awake or not e.asleep)
 
     def wake_hybrids(self) -> None:
         """Lets the hybrids' engines load the desired version, prove it, and work again."""
@@ -346,13 +347,15 @@ class RolloutPool:
 
     async def _put_to_sleep(self, engine: EngineState) -> None:
         try:
-            self._take_last(engine, await engine.port.sleep(self._table.offsets(engine.key), SLEEP_SECONDS))
+            # An update in progress ends first, that of a joining engine included.
+            seconds = SLEEP_SECONDS + (self._update_seconds if engine.updating else 0.0)
+            self._take_last(engine, await engine.port.sleep(self._table.offsets(engine.key), seconds))
         except ReplicaExited as e:
             self.contain(engine.key, e.because)
         except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
             self.contain(engine.key, f"it did not fall asleep: {type(e).__name__}: {e}")
         else:
-            engine.asleep = True
+            engine.asleep, engine.may_be_awake = True, False
             self._table.leave(engine.key, alive=True)
             self.assign_unassigned()
             engine.wake.set()
@@ -555,10 +558,12 @@ class RolloutPool:
         call: asyncio.Future[WeightProof] | None = None
         try:
             holders = await self._free_holders(engine)
-            # Read now: the target may have been replaced during the wait.
+            # Read now: the target may have been replaced during the wait, and the trainer beside it may have begun.
+            if self._rests(engine):
+                return None
             manifest, epoch = self._wanted().manifest, self._recorder.epoch
             call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
-            engine.updating = True
+            engine.updating = engine.may_be_awake = True
             with self._gives(holders[:1]):
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
             proof = await call

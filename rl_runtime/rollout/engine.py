@@ -75,7 +75,7 @@ class EngineSettings:
     model_dir: str  # config.json
     max_model_len: int = 256  # prompt and response together, tokens
     num_seqs_max: int = 64  # requests computed in one step
-    requests_max: int = 4096  # held, those that are finished and not acknowledged included
+    requests_max: int = 4096  # unfinished
     kv_cache_bytes: int = 64 << 20  # on a CPU; on GPUs the cache takes what `memory_share` leaves
     seed: int = 0
     dtype: str = "float32"  # of weights and computation; the weights sent must have it

@@ -42,7 +42,7 @@ class _BufferedRequest:
 class TokenBuffer:
     """Requests and their tokens. Thread-safe; each call takes microseconds."""
 
-    requests_max: int
+    requests_max: int  # unfinished; of those that ended the job bounds the number
     end_tokens: frozenset[int]
     model_len_max: int
     vocab_size: int
@@ -66,8 +66,9 @@ class TokenBuffer:
         with self._lock:
             new = {r.request_id: r for r in requests if self._is_new(r)}
             replaced = [held for i in new if (held := self._held.get(i)) is not None]
-            if len(self._held) + len(new) - len(replaced) > self.requests_max:
-                raise TokenBufferFull(f"{len(self._held)} requests are held, {self.requests_max} at most")
+            unfinished = sum(not held.finish_reason for held in self._held.values())
+            if unfinished + len(new) > self.requests_max:
+                raise TokenBufferFull(f"{unfinished} requests are unfinished, {self.requests_max} at most")
             self._num_tokens += sum(len(r.prefix_tokens) for r in new.values())
             self._num_tokens -= sum(len(held.tokens) for held in replaced)
             for request in new.values():

@@ -146,6 +146,26 @@ def test_a_node_with_too_little_memory_is_not_lent() -> None:
     assert "rollout/1 would leave 1.0 + 1.0 GiB on node-4, and a trainer needs 3.0 GiB" in loan.because
 
 
+def test_a_machine_that_computed_wrong_numbers_again_is_left_also_without_a_free_node() -> None:
+    question = asked(fleet())
+    twice = replace(of_node(F.SILENT_CORRUPTION, ("trainer/1", LOST_NODE)), detectors=("wrong_numbers",))
+    plan = decide(replace(question, diagnosis=twice)).plan
+    assert plan.action is A.REPLACE_NODE and [t.replica for t in plan.lent] == ["rollout/1"]
+
+
+def test_the_node_of_a_standby_goes_to_one_replica() -> None:
+    free = fleet(standby("standby/0", "node-9"))
+    assert free.spare_node("rollout", frozenset()) == "node-9"
+    rows = tuple(replace(r, next_node="node-9") if r.replica == "rollout/1" else r for r in free.replicas)
+    assert replace(free, replicas=rows).spare_node("rollout", frozenset()) is None
+
+
+def test_a_trainer_of_hybrids_needs_the_gpus_of_the_larger_half() -> None:
+    places = RunPlaces(nodes=NODES, gpus=dict.fromkeys(NODES, 2), ranks={"trainer": 1, "rollout": 4}, num_hybrids=1)
+    assert [places.gpus_needed(role) for role in ("trainer", "rollout", "reward")] == [4, 4, 0]
+    assert replace(places, num_hybrids=0).gpus_needed("trainer") == 1
+
+
 def test_a_rollout_neither_borrows_nor_shares_a_node() -> None:
     question = ask(of_node(F.GPU, ("rollout/1", "node-4")), view=fleet(standby("trainer-standby/0", "node-9")))
     decision = decide(question)
@@ -269,6 +289,40 @@ def test_a_plan_whose_lender_is_gone_does_not_begin(tmp_path: Path) -> None:
     commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
     world.run(3, watch)
     assert LENDER in (world.only().attempt or attempt).held_by and ("trainer/1", 1) not in world.runtime.replaced
+
+
+def test_a_plan_that_waited_is_made_again_when_its_lender_is_gone(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=0)
+    watch = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    faulty_node(world)
+    world.until(lambda: world.incidents() and world.only().attempt, watch)
+    attempt = world.only().attempt
+    assert attempt is not None and [t.replica for t in attempt.plan.lent] == ["rollout/0"]
+    rollout = world.journal.desired()[ReplicaId("rollout/0")]
+    world.journal.set_desired(replace(rollout, incarnation=2))
+    world.until(lambda: world.runtime.healthy("rollout/0"), watch)
+    world.journal.set_flag("paused", None)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and ("trainer/1", 1) in world.runtime.replaced
+    assert world.events(K.NODE_LENT)[0].as_(NodeLent).incarnation == (1 if world.runtime.healthy("rollout/0") else 2)
+
+
+def test_a_trainer_for_which_there_was_no_node_moves_once_there_is_one(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=0, rollouts_min=3)
+    run, watch = RunDir(tmp_path), world.watch()
+    world.runtime.inject("trainer/1", F.CRASH)
+    faulty_node(world, F.NODE_LOST)
+    world.until(lambda: world.incidents() and world.all_closed(), watch)
+    world.run(20, watch)
+    known = len(world.incidents())
+    assert {i.outcome for i in world.incidents()} == {IncidentOutcome.TOLERATED} and world.events(K.ONCALL_PAGED)
+    assert not world.runtime.replaced
+    world.detector.extra = []
+    commands.return_node(run, LOST_NODE, "alice", "a new machine", world.clock)
+    world.until(lambda: world.runtime.healthy("trainer/1"), watch)
+    world.run(20, watch)
+    assert len(world.incidents()) == known + 1 and world.incidents()[-1].outcome is IncidentOutcome.RESOLVED
 
 
 @pytest.mark.parametrize("written", [0, 1])

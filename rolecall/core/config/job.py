@@ -572,13 +572,6 @@ class JobConfig(Section):
         return 0 if self.runtime.mode == "async" else self.roles.trainer
 
     @property
-    def held_requests_max(self) -> int:
-        """Requests that one engine may come to hold, should it be the only one: those of all steps that are open at
-        once, with as many again of steps before that are not acknowledged yet, and those of evaluations."""
-        a_step = self.algorithm.groups_per_step * self.algorithm.group_size
-        return 2 * (self.runtime.staleness_max + 2) * a_step + 4096
-
-    @property
     def learns(self) -> str:
         """Algorithm and task or dataset for display: `dapo on long_addition`."""
         return f"{self.algorithm.name} on {self.task.name if self.data is None else self.data.name}"

@@ -36,14 +36,20 @@ def test_bad_request_is_refused_and_its_batch_with_it(fault: str) -> None:
     assert held.num_requests == 0
 
 
-def test_too_many_requests_are_refused() -> None:
+def test_too_many_unfinished_requests_are_refused() -> None:
     held = buffer(requests_max=2)
-    held.take([request("a"), request("b")])
+    a, _ = held.take([request("a"), request("b")])
     held.take([request("a")])
-    with pytest.raises(TokenBufferFull, match="2 requests are held, 2 at most"):
+    with pytest.raises(TokenBufferFull, match="2 requests are unfinished, 2 at most"):
         held.take([request("c")])
-    held.forget(["a"])
+    assert held.begin(a)
+    held.record([NewTokens(request_id="a", tokens=(END,), logprobs=(0.0,), finish_reason="stop")], 0)
     held.take([request("c")])
+    with pytest.raises(TokenBufferFull):
+        held.take([request("d")])
+    held.forget(["b"])
+    held.take([request("d")])
+    assert held.num_requests == 3
 
 
 def test_tokens_of_a_forgotten_request_are_counted_but_not_kept() -> None:

@@ -40,6 +40,9 @@ from rolecall.recovery.incidents import (
 )
 from rolecall.recovery.policy import PolicyInput, leaves_node
 
+TRAINER = "trainer"
+JOIN_FACTOR = 10
+"""Steps may be longer than the timeout of a verification, and trainers and engines of hybrids join between two."""
 CLEAR_SECONDS = 5.0
 """Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self recovered."""
 
@@ -378,11 +381,14 @@ def verify(
     """State of the performed plan at `now` (wall seconds): the replacement serves and makes progress, or it failed.
 
     The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
-    replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work; one that
-    serves and still waits at the timeout has not failed. `own_faults`: healthy replicas that a restart took down and
+    replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
+    serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
+    wait for the end of a long step, `JOIN_FACTOR` times as long. `own_faults`: healthy replicas that a restart took down and
     that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
+    too_late = now - done_at > JOIN_FACTOR * verification_timeout_seconds
+    all_join = True
     seen: list[str] = []
     missing: list[str] = []
     serving_at = 0.0
@@ -394,6 +400,7 @@ def verify(
         standby = is_standby(target.replica)
         if view is None:
             missing.append(f"{name} is no longer desired")
+            all_join = False
         elif view.incarnation >= wanted and view.state in DEAD and target.replica in own_faults:
             seen.append(f"{name} has worked; its end is another fault")
         elif view.incarnation >= wanted and view.state in DEAD:
@@ -403,18 +410,23 @@ def verify(
             return Verification(because=because, failure=ActionFailure.DIED)
         elif view.incarnation < wanted or view.state not in (LIVING if standby else (ReplicaState.SERVING,)):
             missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not started'}")
+            joins_later = view.role == TRAINER or view.partner is not None
+            is_ready = view.incarnation >= wanted and view.state is ReplicaState.READY
+            all_join &= joins_later and is_ready and target.replica in waiting
         elif standby:
             seen.append(f"{name} is ready")
         else:
             progressing, text = progress.get(target.replica, (False, "no data on its progress"))
             if not progressing and timed_out and target.replica in waiting:
                 progressing, text = True, f"serves and waits for work; {text}"
+            all_join &= progressing
             (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:
         return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
     because = f"after {now - done_at:.1f} s " + "; ".join(missing)
-    return Verification(because=because, failure=ActionFailure.NO_PROGRESS if timed_out else None)
+    failed_to_work = timed_out and (too_late or not all_join)
+    return Verification(because=because, failure=ActionFailure.NO_PROGRESS if failed_to_work else None)
 
 
 def events_before_plan(

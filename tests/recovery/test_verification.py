@@ -104,6 +104,34 @@ def test_a_replica_that_gets_no_work_has_not_failed(
     assert (found.resolved, found.failure) == (resolved, failure)
 
 
+@pytest.mark.parametrize(
+    ("replica", "partner", "waiting", "waited", "failure"),
+    [
+        ("trainer/1", None, True, 199.0, None),
+        ("trainer/1", None, True, 201.0, ActionFailure.NO_PROGRESS),
+        ("trainer/1", None, False, 21.0, ActionFailure.NO_PROGRESS),
+        ("rollout/1", ReplicaId("trainer/1"), True, 199.0, None),
+        ("rollout/1", None, True, 21.0, ActionFailure.NO_PROGRESS),
+    ],
+)
+def test_what_joins_between_two_steps_may_wait_for_the_end_of_a_long_one(
+    replica: str, partner: ReplicaId | None, waiting: bool, waited: float, failure: ActionFailure | None
+) -> None:
+    target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId("n"))
+    plan = Plan(incident_id=IncidentId("i"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="")
+    seen = replace(view(replica, "n", desired=2, state=R.READY), partner=partner)
+    found = verify(
+        plan,
+        fleet=FleetView(replicas=(seen,)),
+        progress={replica: STILL},
+        waiting=frozenset({replica}) if waiting else frozenset(),
+        done_at=100.0,
+        now=100.0 + waited,
+        verification_timeout_seconds=20.0,
+    )
+    assert (found.resolved, found.failure) == (False, failure)
+
+
 @pytest.mark.parametrize(("own", "failure"), [(frozenset({"rollout/2"}), None), (frozenset(), ActionFailure.DIED)])
 def test_a_healthy_replica_that_has_worked_and_ends_is_not_the_failure_of_a_restart(
     own: frozenset[str], failure: ActionFailure | None

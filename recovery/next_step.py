@@ -383,8 +383,8 @@ def verify(
     The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
     replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
     serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
-    wait for the end of a long step, `JOIN_FACTOR` times as long. `own_faults`: healthy replicas that a restart took down and
-    that have worked since: the end of one is not the restart's failure.
+    wait for the end of a long step, `JOIN_FACTOR` times as long. `own_faults`: healthy replicas that a restart took
+    down and that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
     too_late = now - done_at > JOIN_FACTOR * verification_timeout_seconds

@@ -340,7 +340,7 @@ def judged(
         elif not right:
             reason = "no incident"
         elif cured_at is None:
-            reason = f"named, and not cured within {CURE_SECONDS:.0f} s"
+            reason = "named, and not cured"
     return {
         "named": found_at is not None,
         "found_seconds": None if found_at is None else round(max(0.0, found_at - injected_at), 2),

@@ -66,15 +66,15 @@ class WrongNumbersStage(Stage):
                 puller = seen.event.replica, seen.event.incarnation
                 pulled[puller].append(((sent[0], sent[1]), f"version {sent[2]}", seen))
         # holder -> unit, report; of pullers that named no other one
-        sent: dict[tuple[str, int], list[tuple[str, ReceivedException]]] = defaultdict(list)
+        named: dict[tuple[str, int], list[tuple[str, ReceivedException]]] = defaultdict(list)
         for puller, transfers in pulled.items():
             is_common = len({holder for holder, _, _ in transfers}) > 1
             for holder, unit, seen in transfers:
                 if is_common:
                     alone[puller].setdefault(unit, seen)
                 else:
-                    sent[holder].append((unit, seen))
-        for holder, reported in sent.items():
+                    named[holder].append((unit, seen))
+        for holder, reported in named.items():
             pullers = {seen.event.replica for _, seen in reported}
             is_sure = len(pullers) > 1 or _is_only(tick, reported[0][1].event.role)
             for unit, seen in reported:

@@ -84,6 +84,8 @@ UNFOUND_SECONDS = 45.0
 """After the end of a fault; then it counts as not found."""
 FAULT_MINUTES = 3.0
 """Of one fault and its recovery, at most, on average."""
+ONE_FAULT_SECONDS = max(BOUND_SECONDS.values()) + CURE_SECONDS + WHOLE_SECONDS
+"""Of any fault: with less time left in the run none is injected, so that the planned end of a run is no miss."""
 COUNT_MAX = 150
 """Of a piece: a run lasts ten hours at most."""
 LAST_LINE_SECONDS = 200.0
@@ -387,8 +389,9 @@ class Injected:
 class Piece:
     """Injects faults into one run, beside it, and writes their lines."""
 
-    def __init__(self, faults: Sequence[Fault], facts: Mapping[str, Any]) -> None:
-        self._faults, self._facts = faults, facts
+    def __init__(self, faults: Sequence[Fault], facts: Mapping[str, Any], seconds: float) -> None:
+        """`seconds`: how long the run lasts."""
+        self._faults, self._facts, self._seconds = faults, facts, seconds
         self._lost_nodes: set[str] = set()
         self._last: Injected | None = None
         self.num_injected = 0
@@ -397,12 +400,15 @@ class Piece:
 
     def __call__(self, path: Path, over: threading.Event) -> None:
         self._run, self._over = RunDir(path.resolve()), over
+        deadline = time.monotonic() + self._seconds - ONE_FAULT_SECONDS
         rng = random.Random(f"chaos-calm-{self._faults[0].seed}")
         try:
             self._until("the first step", START_SECONDS, lambda: live._has_trained(path))
             for fault in self._faults:
                 self._calm(rng)
                 self._write_last()
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the run is too short for the next fault")
                 self._one(fault)
             self._calm(rng)
             self._write_last()
@@ -628,8 +634,8 @@ def disk_of_its_own(path: Path) -> Iterator[None]:
 
 
 def run_faults(faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequence[str]) -> None:
-    minutes = START_SECONDS / 60 + FAULT_MINUTES * len(faults)
-    beside = Piece(faults, facts)
+    minutes = (START_SECONDS + ONE_FAULT_SECONDS) / 60 + FAULT_MINUTES * len(faults)
+    beside = Piece(faults, facts, minutes * 60)
     runs = soak.RUNS / "small-disk"
     with disk_of_its_own(runs):
         line = soak.one_run(

@@ -222,7 +222,7 @@ def test_an_audit_that_is_missing_does_not_hold() -> None:
 
 def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_open(tmp_path: Path) -> None:
     run, node = create_run_dir(tmp_path, "r"), NodeId("node-1")
-    piece = chaos.Piece(chaos.schedule(0)[:1], {})
+    piece = chaos.Piece(chaos.schedule(0)[:1], {}, 600.0)
     piece._run = run
     with closing(Journal(run.database_url)) as journal:
 
@@ -253,8 +253,10 @@ NODE = NodeId("node-1")
 class ScriptedPiece(chaos.Piece):
     """Faults of processes that do not exist, in a run that is only a journal."""
 
-    def __init__(self, faults: list[Fault], run: Path, calm: Callable[[int], None] = lambda n: None) -> None:
-        super().__init__(faults, {"seed": 0})
+    def __init__(
+        self, faults: list[Fault], run: Path, calm: Callable[[int], None] = lambda n: None, seconds: float = 3600.0
+    ) -> None:
+        super().__init__(faults, {"seed": 0}, seconds)
         self.num_calm, self._in_calm = 0, calm
         self(run, threading.Event())
 
@@ -321,7 +323,7 @@ def test_a_fault_that_ends_the_run_has_its_line(scripted: tuple[Path, Journal], 
     (line,) = chaos.read_lines()
     assert (line["number"], line["injected"], line["named"], line["cured_seconds"]) == (0, True, False, None)
     assert line["reason"].startswith(reason) and piece.failure.endswith(str(error)) and piece.is_done.is_set()
-    assert not chaos.piece(0, [line], 1) or chaos.piece(0, [line], 1)[0].number == 1, "it is not injected again"
+    assert chaos.piece(0, [line], 1)[0].number == 1, "it is not injected again"
 
 
 def test_a_run_that_does_not_become_whole_is_not_cured(scripted: tuple[Path, Journal]) -> None:
@@ -332,6 +334,11 @@ def test_a_run_that_does_not_become_whole_is_not_cured(scripted: tuple[Path, Jou
     ScriptedPiece([fault("agent-kill")], scripted[0], calm)
     (line,) = chaos.read_lines()
     assert line["cured_seconds"] is None and line["reason"] == "no restart of the agent is recorded"
+
+
+def test_no_fault_is_injected_that_the_planned_end_of_the_run_would_cut_off(scripted: tuple[Path, Journal]) -> None:
+    piece = ScriptedPiece(two_faults(), scripted[0], seconds=chaos.ONE_FAULT_SECONDS - 1)
+    assert piece.num_injected == 0 and "too short" in piece.failure and not chaos.read_lines()
 
 
 def test_the_node_of_another_role_is_not_hit(scripted: tuple[Path, Journal]) -> None:

@@ -8,13 +8,17 @@
 The schedule is a list of 1,000 faults that depends on the seed alone: every cell (kind of fault, role) once in random
 order, then again. A piece is one run of the bundled job, mode act, that takes the next faults without a line in
 `results/chaos.jsonl`. A fault comes when the run is whole, no incident is open and two more steps are committed. Each
-fault is a line, written when its recovery is over; the first injection of a fault counts, whatever came of it. Files of
-several machines are joined by appending one to the other.
+injected fault is a line, written just before the next injection or at the end of the piece: what happens between two
+faults counts with the first of them. If the run ends before that, or the journal cannot be read, the fault counts as
+not named and not cured. The first injection of a fault counts, whatever came of it. Files of several machines are
+joined by appending one to the other.
 
 Named right: an incident names the process or node that was hit and nothing else, with a class that fits the fault; for
 agent and watch, their restart is recorded. Cured: the replacement serves, or the incident is closed without one.
-Innocent: a process of the run that was neither hit nor in a plan and is gone. Doubled and lost: prompt groups trained
-twice, or issued and neither trained nor dropped with a reason, by the audit of the piece.
+Innocent: a process of the run that was neither hit nor in a plan and is gone. In a plan: a replica that was replaced
+although it was not hit. Alarm: an incident that names anything but what was hit. Elsewhere: a fault that did not meet
+its target in the work that it should interrupt; it is no part of the share that is named right. Doubled and lost:
+prompt groups trained twice, or issued and neither trained nor dropped with a reason, by the audit of the piece.
 
 The run's directory is on a small file system of its own, so that its disk can be filled; where this process may not
 mount one, that fault is not injected, and its line says so. Nodes in quarantine are returned after each fault, as by an
@@ -25,6 +29,7 @@ import argparse
 import json
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -79,12 +84,19 @@ UNFOUND_SECONDS = 45.0
 """After the end of a fault; then it counts as not found."""
 FAULT_MINUTES = 3.0
 """Of one fault and its recovery, at most, on average."""
+ONE_FAULT_SECONDS = max(BOUND_SECONDS.values()) + CURE_SECONDS + WHOLE_SECONDS
+"""Of any fault: with less time left in the run none is injected, so that the planned end of a run is no miss."""
 COUNT_MAX = 150
 """Of a piece: a run lasts ten hours at most."""
+LAST_LINE_SECONDS = 200.0
+"""For the line of the last fault, after the end of the run: an injection may have to end first."""
 POLL_SECONDS = 0.5
 TRIES_MAX = 2
 """A fault that could not be injected is tried once more, in a later piece."""
-BARS = "0 lost, 0 doubled, 0 innocent, at least 99 % named; 24 hours without faults and without an eviction"
+BARS = (
+    "at least 99 % named, all cured; 0 lost, 0 doubled, 0 innocent, 0 in plans that were not hit, 0 false alarms; "
+    "24 hours without faults and without an eviction"
+)
 NAMED_SHARE_MIN, QUIET_HOURS_MIN = 0.99, 24.0
 
 STANDBY_WAITS = "a standby waits: it does no unit of work in which this could happen"
@@ -330,7 +342,7 @@ def judged(
         elif not right:
             reason = "no incident"
         elif cured_at is None:
-            reason = f"named, and not cured within {CURE_SECONDS:.0f} s"
+            reason = "named, and not cured"
     return {
         "named": found_at is not None,
         "found_seconds": None if found_at is None else round(max(0.0, found_at - injected_at), 2),
@@ -350,6 +362,13 @@ def innocents(
     return [str(p) for p in gone if p.pid not in excused and (not p.node or p.node not in nodes)]
 
 
+def unjudged(error: Exception) -> dict[str, Any]:
+    """What is written of a fault if nothing could be found out: it counts as not named and not cured."""
+    reason = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
+    nothing = {key: [] for key in ("classes", "alarms", "innocent", "others_in_plans", "problems")}
+    return {"named": False, "found_seconds": None, "cured_seconds": None, **nothing, "reason": reason}
+
+
 # --- a piece ----------------------------------------------------------------------------------------------------------
 
 
@@ -357,28 +376,47 @@ class Stopped(Exception):
     """The run is over."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injected:
+    """A fault whose line is not written yet. `position`: of the journal, and `before`: the processes, at that time."""
+
+    fault: Fault
+    record: Mapping[str, Any]
+    position: int
+    before: Sequence[RunProcess]
+
+
 class Piece:
     """Injects faults into one run, beside it, and writes their lines."""
 
-    def __init__(self, faults: Sequence[Fault], facts: Mapping[str, Any]) -> None:
-        self._faults, self._facts = faults, facts
+    def __init__(self, faults: Sequence[Fault], facts: Mapping[str, Any], seconds: float) -> None:
+        """`seconds`: how long the run lasts."""
+        self._faults, self._facts, self._seconds = faults, facts, seconds
         self._lost_nodes: set[str] = set()
+        self._last: Injected | None = None
         self.num_injected = 0
         self.failure = ""
+        self.is_done = threading.Event()
 
     def __call__(self, path: Path, over: threading.Event) -> None:
         self._run, self._over = RunDir(path.resolve()), over
+        deadline = time.monotonic() + self._seconds - ONE_FAULT_SECONDS
         rng = random.Random(f"chaos-calm-{self._faults[0].seed}")
         try:
             self._until("the first step", START_SECONDS, lambda: live._has_trained(path))
             for fault in self._faults:
-                self._until("a whole run", WHOLE_SECONDS, self._is_whole)
-                self._until_steps(CALM_STEPS)
-                self._pause(rng.uniform(*CALM_SECONDS))
+                self._calm(rng)
+                self._write_last()
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the run is too short for the next fault")
                 self._one(fault)
+            self._calm(rng)
+            self._write_last()
         except Exception as e:  # noqa: BLE001 whatever it is, the run must end, and the line of the piece names it
             self.failure = f"{type(e).__name__}: {e}"
             print(f"the piece ends early: {self.failure}", flush=True)
+            self._write_last(e)
+        self.is_done.set()
         if not over.is_set():
             with self._journal() as journal:
                 journal.set_flag(HOLD_FLAG, None)
@@ -388,9 +426,14 @@ class Piece:
         with closing(Journal(self._run.database_url, create=False)) as journal:
             yield journal
 
+    def _calm(self, rng: random.Random) -> None:
+        self._until("a whole run", WHOLE_SECONDS, self._is_whole)
+        self._until_steps(CALM_STEPS)
+        self._pause(rng.uniform(*CALM_SECONDS))
+
     def _pause(self, seconds: float) -> None:
         if self._over.wait(seconds):
-            raise Stopped("the run is over")
+            raise Stopped("the run ended")
 
     def _until(self, what: str, seconds: float, found: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
@@ -442,13 +485,40 @@ class Piece:
                 BOUND_SECONDS.get(fault.last_word),
                 fault.seed,
             )
-        except InjectionRefused as e:
+        except (RolecallError, sqlite3.OperationalError) as e:
             self._write(fault, {"injected": False, "reason": str(e)})
             return
         self.num_injected += 1
+        self._last = Injected(fault=fault, record=record, position=position, before=before)
         self._until_cured(fault, record, position)
+        if fault.kind == "node-kill":
+            self._lost_nodes.add(str(record["node"]))
+        self._return_nodes()
+
+    def _write_last(self, failure: Exception | None = None) -> None:
+        """Writes the line of the fault injected last, if it has none yet. `failure`: why the piece ends."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        found: dict[str, Any] | None = None
+        if failure is None or isinstance(failure, TimeoutError):
+            try:
+                found = self._judged(last)
+            except Exception as e:  # noqa: BLE001 the line is written in any case, with this as its reason
+                failure = e
+        if found is None:
+            assert failure is not None
+            found = unjudged(failure)
+        elif failure is not None:  # the run has not become whole
+            found |= {"cured_seconds": None, "reason": found["reason"] or str(failure)}
+        about = {"injected": True, "target": last.record["target"], "met": last.record["met"]}
+        self._write(last.fault, {**about, **found})
+
+    def _judged(self, last: Injected) -> dict[str, Any]:
+        """What became of a fault, by all that has happened since."""
+        fault, record = last.fault, last.record
         with self._journal() as journal:
-            events = journal.events(after=position)
+            events = journal.events(after=last.position)
             known = incarnation_records(events, journal.actual())
         injected_at, node = float(record["injected_at"]), str(record["node"])
         plans = [e.payload.plan for e in events if isinstance(e.payload, ActionStarted)]
@@ -458,31 +528,27 @@ class Piece:
         others = [f"{replica}#{incarnation}" for replica, incarnation in sorted(planned) if replica not in hit_names]
         excused = {life.pid for key, life in known.items() if key in planned} | {int(record["pid"])}
         lost = frozenset({node}) if fault.kind == "node-kill" else frozenset[str]()
-        gone = innocents(before, find_processes(self._run.path), frozenset(excused), lost)
+        gone = innocents(last.before, find_processes(self._run.path), frozenset(excused), lost)
         restarted_at = _restarted_at(fault, events, injected_at, node)
-        found = judged(fault, hit, injected_at, _incidents(events, injected_at), restarted_at)
-        self._write(
-            fault,
-            {
-                "injected": True,
-                "target": record["target"],
-                "met": record["met"],
-                **found,
-                "innocent": gone,
-                "others_in_plans": others,
-                "problems": list(audit_run(self._run).problems),
-            },
-        )
-        self._return_nodes(lost)
+        return {
+            **judged(fault, hit, injected_at, _incidents(events, injected_at), restarted_at),
+            "innocent": gone,
+            "others_in_plans": others,
+            "problems": list(audit_run(self._run).problems),
+        }
 
     def _target(self, fault: Fault) -> str | None:
-        """A replica of the role, chosen by the fault's seed; for an agent or a node, the node of one."""
+        """A replica of the role, chosen by the fault's seed; for an agent or a node, the node of one.
+
+        Raises:
+            InjectionRefused: none is at work. The injector would choose the agent or node of another role.
+        """
         if fault.of_helper == "watch":
             return None
         rng = random.Random(fault.seed)
         at_work = [r for r in _replicas(self._run, fault.role) if " rank " not in r.target]
         if not at_work:
-            return None  # refused by the injector, with the reason
+            raise InjectionRefused(f"{fault.kind}: no replica of {fault.role} is at work")
         chosen = rng.choice(at_work)
         return chosen.node if fault.kind in ("agent-kill", "node-kill") else chosen.target
 
@@ -518,8 +584,7 @@ class Piece:
         with suppress(TimeoutError):  # the next wait for a whole run ends the piece; the line tells what was found
             self._until("the cure", CURE_SECONDS, is_over)
 
-    def _return_nodes(self, lost: frozenset[str]) -> None:
-        self._lost_nodes |= lost
+    def _return_nodes(self) -> None:
         with self._journal() as journal:
             quarantined = quarantined_nodes(journal)
         for node in sorted(set(map(str, quarantined)) - self._lost_nodes):
@@ -569,8 +634,8 @@ def disk_of_its_own(path: Path) -> Iterator[None]:
 
 
 def run_faults(faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequence[str]) -> None:
-    minutes = START_SECONDS / 60 + FAULT_MINUTES * len(faults)
-    beside = Piece(faults, facts)
+    minutes = (START_SECONDS + ONE_FAULT_SECONDS) / 60 + FAULT_MINUTES * len(faults)
+    beside = Piece(faults, facts, minutes * 60)
     runs = soak.RUNS / "small-disk"
     with disk_of_its_own(runs):
         line = soak.one_run(
@@ -585,6 +650,7 @@ def run_faults(faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequ
             beside=beside,
             runs=runs,
         )
+        beside.is_done.wait(LAST_LINE_SECONDS)
         if not line["audit"]:  # it was interrupted, and wrote no report
             with suppress(RolecallError):
                 line["audit"] = audit_run(RunDir(runs / line["run_id"])).summary()
@@ -643,18 +709,32 @@ def report(lines: Sequence[Line]) -> Iterator[str]:
     pieces = [x for x in lines if x["line"] == "piece"]
     quiet = [x for x in lines if x["line"] == "quiet"]
     audits = [x["audit"] for x in (*pieces, *quiet) if x.get("audit")]
-    named = sum(x["named"] for x in faults)
+    met = [x for x in faults if x["met"]]
+    named = sum(x["named"] for x in met)
+    uncured = sum(x["cured_seconds"] is None for x in faults)
     hours = sum(x["wall_seconds"] for x in quiet) / 3600
     evicted = sum(len(x["evicted"]) for x in quiet)
     yield f"Bars: {BARS}."
     yield ""
     yield "| what | measured | bar met |"
     yield "|---|---|---|"
-    share = named / len(faults) if faults else 0.0
+    share = named / len(met) if met else 0.0
     rows = (
-        (f"faults injected, of {NUM_FAULTS}", f"{len(faults)}", len(faults) >= NUM_FAULTS),
-        ("named right", f"{named} of {len(faults)}, {100 * share:.1f} %", share >= NAMED_SHARE_MIN),
-        ("innocent processes", f"{sum(len(x['innocent']) for x in faults)}", not any(x["innocent"] for x in faults)),
+        (
+            f"faults injected, of {NUM_FAULTS}",
+            f"{len(faults)}, of them elsewhere than wanted: {len(faults) - len(met)}",
+            len(faults) >= NUM_FAULTS,
+        ),
+        ("named right, of those where wanted", f"{named} of {len(met)}, {100 * share:.1f} %", share >= NAMED_SHARE_MIN),
+        ("faults not cured", f"{uncured}", not uncured),
+        *(
+            (what, f"{sum(len(x[key]) for x in faults)}", not any(x[key] for x in faults))
+            for what, key in (
+                ("innocent processes", "innocent"),
+                ("replicas in plans that were not hit", "others_in_plans"),
+                ("false alarms", "alarms"),
+            )
+        ),
         ("prompt groups lost", f"{sum(a['unaccounted'] for a in audits)}", not any(a["unaccounted"] for a in audits)),
         ("prompt groups doubled", f"{sum(a['duplicates'] for a in audits)}", not any(a["duplicates"] for a in audits)),
         (
@@ -668,8 +748,8 @@ def report(lines: Sequence[Line]) -> Iterator[str]:
             hours >= QUIET_HOURS_MIN and not evicted,
         ),
     )
-    for what, value, met in rows:
-        yield f"| {what} | {value} | {'yes' if met else '**no**'} |"
+    for what, value, is_met in rows:
+        yield f"| {what} | {value} | {'yes' if is_met else '**no**'} |"
     yield from _table(faults)
     yield from _misses(lines, faults)
     yield from _quiet(quiet)
@@ -685,24 +765,27 @@ def _table(faults: Sequence[Line]) -> Iterator[str]:
     yield "## Faults"
     yield ""
     yield (
-        "Seconds from the injection. In plans: replicas replaced that were not hit. Alarms: incidents that name "
-        "anything else. Audit: it held after the fault (groups lost are known at the end of a piece only)."
+        "Seconds from the injection. n, named right, found and cured: of faults where wanted. Elsewhere: those that "
+        "did not meet their target in the work to interrupt; the columns after it are of both. In plans: replicas "
+        "replaced that were not hit. Alarms: incidents that name anything else. Audit: it held after the fault (groups "
+        "lost are known at the end of a piece only)."
     )
     yield ""
-    yield "| fault | role | n | named right | found | cured | innocent | in plans | alarms | audit |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| fault | role | n | named right | found | cured | elsewhere | innocent | in plans | alarms | audit |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for name, role, _, _ in cells():
         group = [x for x in faults if (x["name"], x["role"]) == (name, role)]
         if not group:
-            yield f"| {name} | {role} | 0 | - | - | - | - | - | - | - |"
+            yield f"| {name} | {role} | 0 | - | - | - | - | - | - | - | - |"
             continue
+        met = [x for x in group if x["met"]]
         found, cured = (
-            common.summary([x[key] for x in group if x[key] is not None], 1)
-            for key in ("found_seconds", "cured_seconds")
+            common.summary([x[key] for x in met if x[key] is not None], 1) for key in ("found_seconds", "cured_seconds")
         )
         sums = " | ".join(str(sum(len(x[key]) for x in group)) for key in ("innocent", "others_in_plans", "alarms"))
-        named, held = sum(x["named"] for x in group), sum(not x["problems"] for x in group)
-        yield f"| {name} | {role} | {len(group)} | {named} | {found} | {cured} | {sums} | {held} |"
+        named, held = sum(x["named"] for x in met), sum(not x["problems"] for x in group)
+        apart = len(group) - len(met)
+        yield f"| {name} | {role} | {len(met)} | {named} | {found} | {cured} | {apart} | {sums} | {held} |"
 
 
 def _misses(lines: Sequence[Line], faults: Sequence[Line]) -> Iterator[str]:
@@ -710,12 +793,15 @@ def _misses(lines: Sequence[Line], faults: Sequence[Line]) -> Iterator[str]:
     yield "## Misses"
     yield ""
     missed = [
-        x for x in faults if any(x[key] for key in ("reason", "innocent", "others_in_plans", "alarms", "problems"))
+        x
+        for x in faults
+        if not x["met"] or any(x[key] for key in ("reason", "innocent", "others_in_plans", "alarms", "problems"))
     ]
     if not missed:
         yield "None."
     for x in missed:
-        parts = [x["reason"]] if x["reason"] else []
+        parts = [] if x["met"] else ["not injected in the work to interrupt"]
+        parts += [x["reason"]] if x["reason"] else []
         parts += [f"innocent: {', '.join(x['innocent'])}"] if x["innocent"] else []
         parts += [f"others in plans: {', '.join(x['others_in_plans'])}"] if x["others_in_plans"] else []
         parts += [f"alarm: {alarm}" for alarm in x["alarms"]] + [f"audit: {problem}" for problem in x["problems"]]

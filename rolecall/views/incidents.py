@@ -115,6 +115,12 @@ def _fault(record: Any) -> InjectedFault:
     )
 
 
+def last_of(times: Sequence[float | None]) -> float | None:
+    """The last of these moments; None: there is none, or one of them is not known."""
+    known = [at for at in times if at is not None]
+    return max(known) if known and len(known) == len(times) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentSummary:
     """One incident with its fault and its cost. Times are wall seconds, None if it did not happen."""
@@ -145,9 +151,7 @@ class IncidentSummary:
     def serving_at(self) -> float | None:
         # Of a restart of the job: when it computes again.
         computing = [r for r in self.replacements if r.role in ("rollout", "trainer")]
-        times = [r.serving_at for r in computing or self.replacements]
-        known = [t for t in times if t is not None]
-        return max(known) if known and len(known) == len(times) else None
+        return last_of([r.serving_at for r in computing or self.replacements])
 
     @property
     def resolved_at(self) -> float | None:

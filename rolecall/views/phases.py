@@ -6,20 +6,21 @@
     reconnect   ready -> it serves (rollout: with proof of its weights; trainer: in an epoch)
     recompute   serving -> the step that the fault interrupted is committed
 
-Of several replacements the last one counts. A phase without one of its two moments is None. Survivors may commit the
-interrupted step before the replacement serves: then nothing is computed again, and `recompute` is 0.
+Of several replacements the last one counts: the moment is None as long as one of them has not got there. A phase
+without one of its two moments is None. Survivors may commit the interrupted step before the replacement serves: then
+nothing is computed again, and `recompute` is 0.
 """
 
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import StepCommitted
-from rolecall.views.incidents import IncidentSummary
+from rolecall.views.incidents import IncidentSummary, last_of
 from rolecall.views.lifetimes import IncarnationRecord
 
 PHASES = ("detect", "decide", "restart", "reconnect", "recompute")
@@ -36,12 +37,12 @@ class Commits:
     def __init__(self, events: Iterable[Event]) -> None:
         found = sorted((e.wall_at, e.payload.step) for e in events if isinstance(e.payload, StepCommitted))
         self._times, self._steps = [at for at, _ in found], [step for _, step in found]
-        self._newest = list(accumulate(self._steps, max))
 
     def of_interrupted(self, at: float) -> float | None:
-        """When the step that was in progress at `at` was committed, wall seconds; None: not yet."""
+        """When the step that was in progress at `at` was committed, wall seconds; None: not yet. It is the step after
+        the last commit: after a rollback not the one after the largest step."""
         first = bisect_right(self._times, at)
-        interrupted = self._newest[first - 1] + 1 if first else 0
+        interrupted = self._steps[first - 1] + 1 if first else 0
         later = range(first, len(self._steps))
         return next((self._times[n] for n in later if self._steps[n] == interrupted), None)
 
@@ -70,8 +71,7 @@ def recovery_phases(
 ) -> RecoveryPhases:
     """Phases of one recovery. `started_at`: of its action; `made`: the replacements. Times are wall seconds."""
     committed_at = commits.of_interrupted(began_at)
-    ready_at = max((r.ready_at for r in made if r.ready_at is not None), default=None)
-    serving_at = max((r.serving_at for r in made if r.serving_at is not None), default=None)
+    ready_at, serving_at = last_of([r.ready_at for r in made]), last_of([r.serving_at for r in made])
     moments = pairwise((began_at, detected_at, started_at, ready_at, serving_at, committed_at))
     seconds = {
         phase: None if since is None or until is None else round(max(0.0, until - since), 3)

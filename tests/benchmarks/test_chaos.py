@@ -1,7 +1,11 @@
 """The chaos scoreboard: its schedule, what counts as named right, and what its report says of misses."""
 
 import os
+import random
+import sqlite3
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +15,8 @@ import chaos
 import pytest
 from chaos import Fault, Seen
 
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import JournalUnavailable
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
@@ -56,6 +62,7 @@ def test_the_schedule_is_the_same_for_the_same_seed_and_every_cell_comes_as_ofte
 def written(f: Fault, *, injected: bool = True, **more: Any) -> dict[str, Any]:
     about = {"line": "fault", "seed": 0, "number": f.number, "name": f.name, "role": f.role, "target": f"{f.role}/0"}
     nothing = {"innocent": [], "others_in_plans": [], "alarms": [], "problems": [], "reason": "", "named": True}
+    nothing["met"] = True
     return {**about, "injected": injected, "found_seconds": 1.0, "cured_seconds": 2.0, **nothing, **more}
 
 
@@ -160,7 +167,7 @@ def test_every_miss_has_its_line_with_the_reason() -> None:
         piece_line(failure="TimeoutError: a whole run", audit={**AUDIT, "ok": False, "problems": ["step 3: lost"]}),
     ]
     text = list(chaos.report(lines))
-    assert "| named right | 1 of 2, 50.0 % | **no** |" in text
+    assert "| named right, of those where wanted | 1 of 2, 50.0 % | **no** |" in text
     assert "| innocent processes | 1 | **no** |" in text
     assert "| audits that hold | 0 of 1 runs | **no** |" in text
     misses = [line for line in text[text.index("## Misses") :] if line.startswith("- ")][:3]
@@ -178,6 +185,34 @@ def test_bars_are_met_by_a_whole_schedule_and_a_day_without_faults() -> None:
     assert any(line.startswith("- partition: every role: ") for line in text)
 
 
+@pytest.mark.parametrize(
+    ("more", "row"),
+    [
+        ({"others_in_plans": ["trainer/0#1"]}, "| replicas in plans that were not hit | 1 | **no** |"),
+        ({"alarms": ["crash, trainer/0#1: a crash"]}, "| false alarms | 1 | **no** |"),
+        ({"cured_seconds": None}, "| faults not cured | 1 | **no** |"),
+    ],
+)
+def test_one_wrong_eviction_one_false_alarm_or_one_fault_that_stays_misses_a_bar(
+    more: dict[str, Any], row: str
+) -> None:
+    first, second = chaos.schedule(0)[:2]
+    text = list(chaos.report([written(first), written(second, **more)]))
+    assert row in text
+    assert row not in list(chaos.report([written(first), written(second)]))
+
+
+def test_a_fault_that_did_not_meet_its_target_is_shown_apart() -> None:
+    first, second = chaos.schedule(0)[:2]
+    text = list(chaos.report([written(first), written(second, met=False, others_in_plans=["trainer/0#1"])]))
+    assert "| faults injected, of 1000 | 2, of them elsewhere than wanted: 1 | **no** |" in text
+    assert "| named right, of those where wanted | 1 of 1, 100.0 % | yes |" in text
+    assert "| replicas in plans that were not hit | 1 | **no** |" in text, "what it did to others counts"
+    (row,) = [line for line in text if line.startswith(f"| {second.name} | {second.role} | ")]
+    assert row == f"| {second.name} | {second.role} | 0 | 0 | - | - | 1 | 0 | 1 | 0 | 1 |"
+    assert any("/0: not injected in the work to interrupt; others in plans" in line for line in text)
+
+
 def test_an_audit_that_is_missing_does_not_hold() -> None:
     assert "| audits that hold | 0 of 1 runs | **no** |" in list(chaos.report([piece_line(audit=None)]))
 
@@ -187,7 +222,7 @@ def test_an_audit_that_is_missing_does_not_hold() -> None:
 
 def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_open(tmp_path: Path) -> None:
     run, node = create_run_dir(tmp_path, "r"), NodeId("node-1")
-    piece = chaos.Piece(chaos.schedule(0)[:1], {})
+    piece = chaos.Piece(chaos.schedule(0)[:1], {}, 600.0)
     piece._run = run
     with closing(Journal(run.database_url)) as journal:
 
@@ -210,3 +245,107 @@ def test_a_run_is_whole_when_every_wanted_incarnation_works_and_no_incident_is_o
         assert works("rollout/0", 2, ReplicaState.SERVING)
         journal.set_actual(replace(journal.current()[ReplicaId("rollout/0")], start_ticks=1))
         assert not piece._is_whole(), "its process is gone, which nobody has noticed yet"
+
+
+NODE = NodeId("node-1")
+
+
+class ScriptedPiece(chaos.Piece):
+    """Faults of processes that do not exist, in a run that is only a journal."""
+
+    def __init__(
+        self, faults: list[Fault], run: Path, calm: Callable[[int], None] = lambda n: None, seconds: float = 3600.0
+    ) -> None:
+        super().__init__(faults, {"seed": 0}, seconds)
+        self.num_calm, self._in_calm = 0, calm
+        self(run, threading.Event())
+
+    def _until(self, what: str, seconds: float, found: Callable[[], bool]) -> None:
+        return None
+
+    def _calm(self, rng: random.Random) -> None:
+        self._in_calm(self.num_calm)
+        self.num_calm += 1
+
+
+@pytest.fixture
+def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Journal]]:
+    """A run with one rollout at work, in which injections do nothing."""
+    run = create_run_dir(tmp_path, "r")
+
+    def inject(*args: Any) -> dict[str, Any]:
+        return {"target": "rollout/0", "incarnation": 1, "node": "node-1", "pid": 1, "met": True, "injected_at": 100.0}
+
+    monkeypatch.setattr(chaos, "inject", inject)
+    monkeypatch.setattr(chaos, "LINES", tmp_path / "chaos.jsonl")
+    with closing(Journal(run.database_url, clock=FakeClock(100.0, 0.0))) as journal:
+        who = ReplicaId("rollout/0")
+        journal.set_desired(Desired(replica=who, incarnation=1, node=NODE))
+        process = {"pid": os.getpid(), "start_ticks": process_start_ticks(os.getpid()) or 0}
+        journal.set_actual(Actual(replica=who, incarnation=1, node=NODE, state=ReplicaState.SERVING, **process))
+        yield run.path, journal
+
+
+def two_faults() -> list[Fault]:
+    return [fault("rollout-kill", number=number) for number in (0, 1)]
+
+
+def test_what_happens_between_two_faults_counts_with_the_first(scripted: tuple[Path, Journal]) -> None:
+    run, journal = scripted
+
+    def calm(number: int) -> None:
+        if number == 1:
+            told = Tale().opened(100.0, "inc-1", "trainer/0").acted(100.0, "inc-1", "trainer/0").events
+            for event in told:
+                journal.append(event.payload, incident_id="inc-1")
+
+    piece = ScriptedPiece(two_faults(), run, calm)
+    first, second = chaos.read_lines()
+    assert (piece.failure, piece.num_injected, piece.num_calm) == ("", 2, 3)
+    assert [len(line["alarms"]) for line in (first, second)] == [1, 0]
+    assert [line["others_in_plans"] for line in (first, second)] == [["trainer/0#1"], []]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (chaos.Stopped("the run ended"), "the run ended"),
+        (sqlite3.OperationalError("disk I/O error"), "OperationalError: disk I/O error"),
+        (JournalUnavailable(where="journal.db", reason="locked", hint="wait"), "JournalUnavailable: "),
+    ],
+)
+def test_a_fault_that_ends_the_run_has_its_line(scripted: tuple[Path, Journal], error: Exception, reason: str) -> None:
+    def calm(number: int) -> None:
+        if number == 1:
+            raise error
+
+    piece = ScriptedPiece(two_faults(), scripted[0], calm)
+    (line,) = chaos.read_lines()
+    assert (line["number"], line["injected"], line["named"], line["cured_seconds"]) == (0, True, False, None)
+    assert line["reason"].startswith(reason) and piece.failure.endswith(str(error)) and piece.is_done.is_set()
+    assert chaos.piece(0, [line], 1)[0].number == 1, "it is not injected again"
+
+
+def test_a_run_that_does_not_become_whole_is_not_cured(scripted: tuple[Path, Journal]) -> None:
+    def calm(number: int) -> None:
+        if number == 1:
+            raise TimeoutError("a whole run: not within 240 s")
+
+    ScriptedPiece([fault("agent-kill")], scripted[0], calm)
+    (line,) = chaos.read_lines()
+    assert line["cured_seconds"] is None and line["reason"] == "no restart of the agent is recorded"
+
+
+def test_no_fault_is_injected_that_the_planned_end_of_the_run_would_cut_off(scripted: tuple[Path, Journal]) -> None:
+    piece = ScriptedPiece(two_faults(), scripted[0], seconds=chaos.ONE_FAULT_SECONDS - 1)
+    assert piece.num_injected == 0 and "too short" in piece.failure and not chaos.read_lines()
+
+
+def test_the_node_of_another_role_is_not_hit(scripted: tuple[Path, Journal]) -> None:
+    for kind in ("agent-kill", "node-kill", "standby-kill"):
+        ScriptedPiece([fault(kind, role="standby")], scripted[0])
+    lines = chaos.read_lines()
+    assert [x["reason"] for x in lines] == [
+        f"{kind}: no replica of standby is at work" for kind in ("agent-kill", "node-kill", "standby-kill")
+    ]
+    assert not any(x["injected"] for x in lines)

@@ -37,6 +37,21 @@ def test_of_several_replacements_the_last_one_counts() -> None:
     assert (found.seconds["restart"], found.seconds["reconnect"], found.seconds["recompute"]) == (18.0, 26.0, 4.0)
 
 
+@pytest.mark.parametrize(
+    ("other", "known"),
+    [
+        ({"ready_at": 35.0, "serving_at": None}, (18.0, None, None)),
+        ({"ready_at": None, "serving_at": None}, (None, None, None)),
+    ],
+    ids=["never serves", "never ready"],
+)
+def test_a_replacement_that_does_not_get_there_leaves_the_phase_without_a_time(
+    other: dict[str, float | None], known: tuple[float | None, ...]
+) -> None:
+    found = _phases(_record(), _record("trainer/1", **other), said=((10.0, 0), (70.0, 1)))
+    assert tuple(found.seconds[p] for p in PHASES[2:]) == known and found.whole == 50.0
+
+
 def test_survivors_that_commit_the_step_earlier_leave_nothing_to_compute_again() -> None:
     found = _phases(_record(), said=((10.0, 0), (25.0, 1), (90.0, 2)))
     assert found.seconds["recompute"] == 0.0 and found.whole == 5.0
@@ -53,6 +68,7 @@ def test_a_step_that_is_undone_counts_when_it_is_committed_again() -> None:
     said = ((10.0, 0), (15.0, 1), (18.0, 2), (50.0, 1), (70.0, 2), (80.0, 3))
     assert _phases(_record(), said=said).whole == 60.0, "step 3 was interrupted"
     assert Commits(_commits(*said)).of_interrupted(5.0) == 10.0
+    assert Commits(_commits(*said)).of_interrupted(55.0) == 70.0, "step 2 was interrupted, after the rollback"
 
 
 def _story() -> tuple[Tale, dict[Key, IncarnationRecord]]:

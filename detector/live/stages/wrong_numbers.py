@@ -8,8 +8,10 @@ unusual, and has a share of the rewards scored twice. It reports the result as a
                           microbatch, its prompt groups or the code are at fault, and no machine.
     WrongNumbers          names the suspect replica: from a trainer that computed a microbatch again, with usual
                           numbers, or from the controller, if two scorers contradict a third.
-    CorruptTransfer       names a holder of weights, from the replica that pulled them. One that gets wrong bytes from
-                          several holders is itself what they have in common, and the suspect.
+    CorruptTransfer       names a holder of weights, from the replica that pulled them, the puller. One that gets wrong
+                          bytes from several holders is itself what they have in common, and the suspect. The reports of
+                          one puller alone count once against a holder, since either of the two may be faulty; unless no
+                          other replica has the puller's role, which could contradict it.
 
 Once may be chance (a bit flip); twice within an hour, in two steps or prompt groups, is a machine.
 """
@@ -47,7 +49,7 @@ class WrongNumbersStage(Stage):
         by_microbatch: dict[tuple[str, str, str], list[ReceivedException]] = defaultdict(list)
         # (replica, incarnation) -> unit of work -> first report of numbers that others did not get
         alone: dict[tuple[str, int], dict[str, ReceivedException]] = defaultdict(dict)
-        # (replica, incarnation) that pulled -> holder, unit, report
+        # (replica, incarnation) of the puller -> holder, unit, report
         pulled: dict[tuple[str, int], list[tuple[tuple[str, int], str, ReceivedException]]] = defaultdict(list)
         for seen in fleet.wrong_numbers:
             message = seen.event.detail.get("message", "")
@@ -63,10 +65,20 @@ class WrongNumbersStage(Stage):
             elif sent is not None:
                 puller = seen.event.replica, seen.event.incarnation
                 pulled[puller].append(((sent[0], sent[1]), f"version {sent[2]}", seen))
+        # holder -> unit, report; of pullers that named no other one
+        named: dict[tuple[str, int], list[tuple[str, ReceivedException]]] = defaultdict(list)
         for puller, transfers in pulled.items():
-            holders = {holder for holder, _, _ in transfers}
+            is_common = len({holder for holder, _, _ in transfers}) > 1
             for holder, unit, seen in transfers:
-                alone[holder if len(holders) == 1 else puller].setdefault(unit, seen)
+                if is_common:
+                    alone[puller].setdefault(unit, seen)
+                else:
+                    named[holder].append((unit, seen))
+        for holder, reported in named.items():
+            pullers = {seen.event.replica for _, seen in reported}
+            is_sure = len(pullers) > 1 or _is_only(tick, reported[0][1].event.role)
+            for unit, seen in reported:
+                alone[holder].setdefault(unit if is_sure else "transfers of one puller", seen)
         found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
@@ -89,6 +101,12 @@ class WrongNumbersStage(Stage):
         return found
 
 
+def _is_only(tick: Tick, role: str) -> bool:
+    """Whether the role has one replica: no other could contradict it."""
+    replicas = {s.replica for s in tick.fleet.roster.of_role(role).values()}
+    return max(len(replicas), tick.expected_roles.get(role, 0)) < 2
+
+
 def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException], now: float) -> Finding:
     twice = len(reports) > 1
     first = reports[0]
@@ -102,6 +120,8 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
         )
     else:
         because += "; a second one within an hour would have it replaced"
+        if of_transfers and subject.replica != first.event.replica:
+            because += ", unless one of several replicas alone gets wrong bytes"
     return finding(
         WRONG_NUMBERS if twice else WRONG_NUMBERS_ONCE,
         [subject],

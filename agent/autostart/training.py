@@ -79,11 +79,15 @@ class TrainingWatch:
         """torch calls it after each step of any optimizer."""
         del args, kwargs
         self._guard(self._step, optimizer)
+        if self._off:
+            self._modules.remove_hooks()  # not where it failed: torch may be walking through them
 
-    def _guard(self, act: Callable[[Any], None], subject: object) -> None:
-        """The only way from the job's calls into this file. Does nothing where torch.compile traces it."""
+    def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
+        """The only way from the job's calls into this file."""
         compiler: Any = getattr(self._torch, "compiler", None)
-        if (hasattr(compiler, "is_compiling") and compiler.is_compiling()) or self._off:
+        if hasattr(compiler, "is_compiling") and compiler.is_compiling():
+            return  # torch.compile traces this, and gets no further
+        if self._off or not (any_thread or threading.get_ident() == self._thread):
             return
         try:
             act(subject)
@@ -91,8 +95,7 @@ class TrainingWatch:
             self._off = True
 
     def _guard_module(self, act: Callable[[Any], None], module: object) -> None:
-        if threading.get_ident() == self._thread:
-            self._guard(act, module)
+        self._guard(act, module, any_thread=False)
 
     def _step(self, optimizer: object) -> None:
         led = self._lead
@@ -138,6 +141,10 @@ class TrainingWatch:
 
     def _before_forward(self, module: Any) -> None:
         self._called, self._forward_at = True, None
+        if not self._modules.show_steps():  # compiled since: the optimizer perhaps, too, whose step is then not seen
+            self._began_at = None
+            self._report.enter_phase(PHASE_WAIT)
+            return
         if not (module.training and self._torch.is_grad_enabled()):
             self._evaluated = self._began_at is None or self._evaluated
             return
@@ -179,7 +186,7 @@ class Modules:
 
     def search(self) -> None:
         """Begins to look at every module's call, and forgets what was hooked before."""
-        self._remove_hooks()
+        self.remove_hooks()
         if self._is_compiled():
             return
         self.searching = True
@@ -194,7 +201,7 @@ class Modules:
         self._depth = 0
         if not self._found and not self._is_compiled():
             return
-        self._remove_hooks()
+        self.remove_hooks()
         if not self._is_compiled():
             for module in self._found.values():
                 self._handles.append(module.register_forward_pre_hook(Hook(self._guard, before)))
@@ -206,7 +213,7 @@ class Modules:
         """Whether every step has a forward pass of a hooked module. One that was compiled later hides its own."""
         return bool(self._handles) and not self._is_compiled()
 
-    def _remove_hooks(self) -> None:
+    def remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self.searching = [], False

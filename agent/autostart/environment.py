@@ -19,7 +19,8 @@ RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
 def job_environment(environ: Mapping[str, str], hook: Path = HOOK) -> dict[str, str]:
     """The variables to set for a job that would otherwise run with `environ`. What the job sets itself is kept."""
-    others = [p for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(hook)]
+    path = environ.get("PYTHONPATH")  # an empty one is none; an empty entry of it is the working directory
+    others = [p for p in path.split(os.pathsep) if p != str(hook)] if path else []
     found = {"PYTHONPATH": os.pathsep.join([str(hook), *others]), ENABLED: "1"}
     if not any(name in environ for name in RECORDER_NAMES):
         found[RECORDER_NAMES[0]] = RECORDER_ENTRIES

@@ -2,18 +2,21 @@
 
 A process is a rank once one of its optimizers has made a step: launchers, data loaders and compile workers never do,
 though they inherit the environment. A unit of work is a step of the leading optimizer; gradient accumulation only
-makes it longer.
+makes it longer. Once modules are hooked, further steps after the same forward pass are no unit of their own:
+DeepSpeed's ZeRO steps its optimizer once for each parameter group.
 
-In its second step the outermost modules that are called with gradients are looked for, and hooked. From then on the
-phase is `step` from the first such call of a step to the optimizer's end, and `wait` between two steps, where a job
-loads data, evaluates and writes checkpoints: no progress is due there. A rank's own time is that of loading and of
-forward passes; in backward passes and optimizers it may wait for other ranks. Where modules cannot be hooked (a
-compiled job would be compiled again), the phase stays `wait`: steps are shown, and no rank is accused for its silence.
+From the second step on the outermost modules that are called with gradients are looked for, and hooked when some are
+found. Then the phase is `step` from the first such call in training mode to the optimizer's end, and `wait` between two
+steps, where a job loads data, evaluates and writes checkpoints: no progress is due there. A rank's own time is that of
+loading and of forward passes; in backward passes and optimizers it may wait for other ranks. Where modules cannot be
+hooked (a compiled job would be compiled again), the phase stays `wait`: steps are shown, and no rank is accused for its
+silence.
 
-Costs a few microseconds a step. Nothing here raises into the job: after an exception the hooks do nothing any more.
-A job that uses the reporter itself is left to it. Standard library only; torch is what the job has imported.
+Nothing here raises into the job: after an exception the hooks do nothing any more. A job that uses the reporter itself
+is left to it. Standard library only; torch is what the job has imported.
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -50,37 +53,67 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 def attach(optimizers: ModuleType) -> None:
     """`optimizers`: torch.optim.optimizer, just imported; the rest of torch is not."""
     if is_rank(os.environ):
-        watch = TrainingWatch(reporter, lambda: Modules(sys.modules["torch"]), monotonic)
+        watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
         optimizers.register_optimizer_step_post_hook(watch.after_optimizer)
 
 
 class TrainingWatch:
-    """The state of one process. `modules`: called at the first step."""
+    """The state of one process. `torch`: used from the first step on."""
 
-    def __init__(self, report: Report, modules: Callable[[], "Modules"], clock: Callable[[], float]) -> None:
-        self._report, self._make_modules, self._clock = report, modules, clock
-        self._modules: Modules | None = None
+    def __init__(self, report: Report, torch: Any, clock: Callable[[], float]) -> None:
+        self._report, self._torch, self._clock = report, torch, clock
+        self._modules = Modules(torch, self._guard_module)
         self._thread = 0
         self._lead: int | None = None
         self._others = 0
         self._num_steps = 0
         self._off = False
         self._ended_at = 0.0  # of the last step
-        self._began_at: float | None = None  # of the first forward pass since
-        self._forward_at = 0.0  # of the last one
+        self._called = False  # a hooked module, since then
+        self._began_at: float | None = None  # of the first forward pass of training since then
+        self._forward_at: float | None = None  # of the one that runs
         self._forward_seconds = 0.0
         self._evaluated = False
 
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         """torch calls it after each step of any optimizer."""
         del args, kwargs
+        self._guard(self._step, optimizer)
         if self._off:
+            self._modules.remove_hooks()  # not where it failed: torch may be walking through them
+
+    def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
+        """The only way from the job's calls into this file."""
+        compiler: Any = getattr(self._torch, "compiler", None)
+        if hasattr(compiler, "is_compiling") and compiler.is_compiling():
+            return  # torch.compile traces this, and gets no further
+        if self._off or not (any_thread or threading.get_ident() == self._thread):
             return
         try:
-            if self._leads(id(optimizer)):
-                self._stepped()
+            act(subject)
         except Exception:  # noqa: BLE001 the job goes on
             self._off = True
+
+    def _guard_module(self, act: Callable[[Any], None], module: object) -> None:
+        self._guard(act, module, any_thread=False)
+
+    def _step(self, optimizer: object) -> None:
+        led = self._lead
+        if not self._leads(id(optimizer)):
+            return
+        if led is None:
+            if self._report.is_started():
+                self._off = True  # the job reports itself
+                return
+            self._report.start()
+        if led != self._lead:  # another one may train other modules, in another thread
+            self._thread = threading.get_ident()
+            self._modules.search()
+        elif self._modules.searching:
+            self._modules.hook(self._before_forward, self._after_forward)
+        elif not self._called and self._modules.show_steps():
+            return  # another parameter group of the same step
+        self._stepped()
 
     def _leads(self, optimizer: int) -> bool:
         if optimizer == self._lead:
@@ -94,16 +127,6 @@ class TrainingWatch:
 
     def _stepped(self) -> None:
         now = self._clock()
-        if not self._num_steps:
-            if self._report.is_started():
-                self._off = True  # the job reports itself
-                return
-            self._report.start()
-            self._thread = threading.get_ident()
-            self._modules = self._make_modules()
-            self._modules.search()
-        elif self._num_steps == 1 and self._modules is not None:
-            self._modules.hook(self._before_forward, self._after_forward)
         self._num_steps += 1
         self._report.set_step(self._num_steps)
         if self._began_at is None:
@@ -113,12 +136,16 @@ class TrainingWatch:
             busy = loading + self._forward_seconds
             self._report.progress(busy_seconds=busy, exchange_seconds=max(0.0, now - self._ended_at - busy))
         self._report.enter_phase(PHASE_WAIT)
-        self._ended_at, self._began_at, self._forward_seconds, self._evaluated = now, None, 0.0, False
+        self._ended_at, self._began_at, self._forward_seconds = now, None, 0.0
+        self._called = self._evaluated = False
 
-    def _before_forward(self, with_gradients: bool) -> None:
-        if self._off or threading.get_ident() != self._thread:
+    def _before_forward(self, module: Any) -> None:
+        self._called, self._forward_at = True, None
+        if not self._modules.show_steps():  # compiled since: the optimizer perhaps, too, whose step is then not seen
+            self._began_at = None
+            self._report.enter_phase(PHASE_WAIT)
             return
-        if not with_gradients:
+        if not (module.training and self._torch.is_grad_enabled()):
             self._evaluated = self._began_at is None or self._evaluated
             return
         self._forward_at = self._clock()
@@ -126,54 +153,79 @@ class TrainingWatch:
             self._began_at = self._forward_at
             self._report.enter_phase(PHASE_STEP)
 
-    def _after_forward(self, with_gradients: bool) -> None:
-        if not self._off and with_gradients and threading.get_ident() == self._thread:
+    def _after_forward(self, module: object) -> None:
+        if self._forward_at is not None:
             self._forward_seconds += self._clock() - self._forward_at
+            self._forward_at = None
+
+
+class Hook:
+    """A hook in a module of the job. A copy of the module, also on disk, has a function of the standard library in its
+    place that does nothing: it can be loaded where rolecall is not."""
+
+    def __init__(self, guard: Callable[[Callable[[Any], None], object], None], act: Callable[[Any], None]) -> None:
+        self._guard, self._act = guard, act
+
+    def __call__(self, module: object, *args: object) -> None:
+        self._guard(self._act, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class Modules:
-    """Finds the outermost modules of a step, and hooks them."""
+    """Finds the outermost modules of a step, and hooks them. Not in a job that torch.compile compiles: its guards
+    include these hooks, and it would compile again."""
 
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any, guard: Callable[[Callable[[Any], None], object], None]) -> None:
+        self._torch, self._guard = torch, guard
         self._handles: list[Any] = []
         self._found: dict[int, Any] = {}
         self._depth = 0
-        self._thread = threading.get_ident()
+        self.searching = False
 
     def search(self) -> None:
-        """For one step every module's call is looked at. Not in a job that torch.compile compiles: its guards include
-        these hooks."""
+        """Begins to look at every module's call, and forgets what was hooked before."""
+        self.remove_hooks()
         if self._is_compiled():
             return
+        self.searching = True
         module = self._torch.nn.modules.module
         self._handles = [
-            module.register_module_forward_pre_hook(self._enter),
-            module.register_module_forward_hook(self._leave, always_call=True),
+            module.register_module_forward_pre_hook(Hook(self._guard, self._enter)),
+            module.register_module_forward_hook(Hook(self._guard, self._leave), always_call=True),
         ]
+
+    def hook(self, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
+        """Ends the search if it found something, and calls these around each forward pass of what it found."""
+        self._depth = 0
+        if not self._found and not self._is_compiled():
+            return
+        self.remove_hooks()
+        if not self._is_compiled():
+            for module in self._found.values():
+                self._handles.append(module.register_forward_pre_hook(Hook(self._guard, before)))
+                # Also of a pass that raises.
+                self._handles.append(module.register_forward_hook(Hook(self._guard, after), always_call=True))
+        self._found = {}
+
+    def show_steps(self) -> bool:
+        """Whether every step has a forward pass of a hooked module. One that was compiled later hides its own."""
+        return bool(self._handles) and not self._is_compiled()
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.searching = [], False
 
     def _is_compiled(self) -> bool:
         dynamo = sys.modules.get("torch._dynamo.utils")
         return dynamo is not None and bool(dynamo.counters["frames"]["total"])
 
-    def _enter(self, module: Any, args: object) -> None:
-        del args
-        if threading.get_ident() == self._thread:
-            if not self._depth and self._torch.is_grad_enabled() and len(self._found) < ROOTS_MAX:
-                self._found[id(module)] = module
-            self._depth += 1
+    def _enter(self, module: Any) -> None:
+        if not self._depth and self._torch.is_grad_enabled() and len(self._found) < ROOTS_MAX:
+            self._found[id(module)] = module
+        self._depth += 1
 
-    def _leave(self, module: object, args: object, output: object) -> None:
-        del module, args, output
-        if threading.get_ident() == self._thread:
-            self._depth = max(0, self._depth - 1)
-
-    def hook(self, before: Callable[[bool], None], after: Callable[[bool], None]) -> None:
-        """Ends the search, and calls these around each forward pass of what it found, with whether it has gradients."""
-        for handle in self._handles:
-            handle.remove()
-        enabled = self._torch.is_grad_enabled
-        for module in self._found.values():
-            module.register_forward_pre_hook(lambda *_: before(enabled()))
-            module.register_forward_hook(lambda *_: after(enabled()), always_call=True)  # also of a pass that raises
-        self._handles, self._found = [], {}
+    def _leave(self, module: object) -> None:
+        self._depth = max(0, self._depth - 1)

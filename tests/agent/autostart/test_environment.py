@@ -12,6 +12,12 @@ def test_the_hook_comes_first_and_the_job_keeps_its_own_paths() -> None:
     assert job_environment({}, HERE)["PYTHONPATH"] == "/opt/hook"
 
 
+def test_the_working_directory_stays_where_the_path_has_it() -> None:
+    assert job_environment({"PYTHONPATH": ":/job:"}, HERE)["PYTHONPATH"] == "/opt/hook::/job:"
+    assert job_environment({"PYTHONPATH": "/opt/hook:"}, HERE)["PYTHONPATH"] == "/opt/hook:"
+    assert job_environment({"PYTHONPATH": ""}, HERE)["PYTHONPATH"] == "/opt/hook", "as no path at all"
+
+
 def test_a_second_time_changes_nothing() -> None:
     once = {"PYTHONPATH": "/job", **job_environment({"PYTHONPATH": "/job"}, HERE)}
     assert {**once, **job_environment(once, HERE)} == once

@@ -1,7 +1,13 @@
 """What torch's hooks tell of a training loop that reports nothing itself."""
 
+import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +15,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Modules, TrainingWatch, is_rank
+from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank
 
 
 class Report:
@@ -51,7 +57,7 @@ class Job:
 
     def __init__(self, report: Report) -> None:
         self.report, self.clock = report, Clock()
-        self.watch = TrainingWatch(report, lambda: Modules(torch), self.clock)
+        self.watch = TrainingWatch(report, torch, self.clock)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.seconds = 0.0
@@ -135,6 +141,93 @@ def test_another_leads_when_the_first_has_ended(job: Job) -> None:
     assert report.steps[-1] == 2 + 3
 
 
+def test_steps_of_further_parameter_groups_are_no_units(job: Job) -> None:
+    report = warm(job)
+    for _ in range(3):
+        job.step()
+        job.optimizer.step()
+        job.optimizer.step()
+    assert report.steps[-1] == 2 + 3
+
+
+def test_the_search_goes_on_until_a_module_is_found(job: Job) -> None:
+    job.step()
+    job.optimizer.step()
+    job.step()
+    assert "step" not in job.report.phases
+    job.step()
+    assert job.report.phases[-2:] == ["step", "wait"]
+
+
+def test_a_module_in_evaluation_mode_is_no_work_of_a_step(job: Job) -> None:
+    report = warm(job)
+    del report.phases[:]
+    job.model.eval()
+    job.step(loading=1.0, forward=2.0)
+    assert report.phases == ["wait"] and report.steps[-1] == 3
+    assert report.units[-1] == (0.0, 0.0), "nothing is known about its time"
+
+
+def test_the_modules_of_another_leading_optimizer_are_searched_again(job: Job) -> None:
+    report = warm(job)
+    model = torch.nn.Linear(2, 1)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS_WITHOUT_LEAD + 3):
+        model(torch.ones(1, 2)).sum().backward()
+        other.step()
+    assert report.steps[-1] == 2 + 3 and report.phases[-2:] == ["step", "wait"]
+    assert not job.model._forward_pre_hooks, "the first model is left"
+
+
+def test_a_model_that_is_compiled_later_still_shows_its_steps(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = warm(job)
+    dynamo = SimpleNamespace(counters={"frames": {"total": 1}})
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", dynamo)  # type: ignore[arg-type]
+    del report.phases[:]
+    job.optimizer.step()
+    job.step()
+    assert report.steps[-1] == 4
+    assert set(report.phases) == {"wait"}, "its optimizer may be compiled, too, and end no step"
+
+
+def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = warm(job)
+    del report.phases[:]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    job.model(torch.ones(1, 2))
+    job.watch.after_optimizer(job.optimizer, (), {})
+    assert report.phases == [] and report.steps[-1] == 2
+
+
+def test_a_hooked_model_is_copied_and_saved_without_rolecall(job: Job, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert [type(h) for h in (*model._forward_pre_hooks.values(), *model._forward_hooks.values())] == [Hook, Hook]
+    del job.report.phases[:]
+
+    copied = copy.deepcopy(copy.deepcopy(model))
+    assert torch.equal(copied(torch.ones(1, 2)), model.eval()(torch.ones(1, 2)))
+    assert job.report.phases == [], "a copy reports nothing"
+
+    torch.save(model, tmp_path / "model.pt")
+    script = """
+import sys
+sys.modules["rolecall"] = None  # an import of it fails
+import torch
+model = torch.load("model.pt", weights_only=False)
+torch.save(model, "again.pt")
+print(torch.load("again.pt", weights_only=False)(torch.ones(1, 2)).item())
+"""
+    environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+    assert float(done.stdout) == pytest.approx(model(torch.ones(1, 2)).item()), done.stderr
+
+
 def test_a_job_that_reports_itself_is_left_to_it() -> None:
     job = Job(Report(started=True))
     job.watch.after_optimizer(job.optimizer, (), {})
@@ -160,6 +253,31 @@ def test_nothing_is_raised_into_the_job() -> None:
     job.watch.after_optimizer(job.optimizer, (), {})
     job.watch.after_optimizer(job.optimizer, (), {})
     assert not job.report.steps
+
+
+def test_nothing_is_raised_into_a_forward_pass(job: Job) -> None:
+    report = warm(job)
+
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    report.enter_phase = fail  # type: ignore[method-assign]
+    job.step()
+    job.step()
+    assert report.steps == [1, 2] and not job.model._forward_pre_hooks
+
+
+def test_nothing_is_raised_into_the_forward_pass_of_a_search() -> None:
+    def fail() -> bool:
+        raise RuntimeError
+
+    job = Job(Report())
+    job.watch = TrainingWatch(job.report, SimpleNamespace(nn=torch.nn, is_grad_enabled=fail), job.clock)
+    job.watch.after_optimizer(job.optimizer, (), {})
+    job.model(torch.ones(1, 2))
+    job.watch.after_optimizer(job.optimizer, (), {})
+    assert not modules._global_forward_pre_hooks and not modules._global_forward_hooks
+    assert job.report.steps == [1]
 
 
 def test_an_actor_of_ray_is_a_rank_if_it_is_told_which() -> None:

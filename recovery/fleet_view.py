@@ -100,9 +100,10 @@ class RunPlaces:
     @classmethod
     def of_run(cls, journal: Journal) -> Self:
         events = journal.events(kinds=[EventKind.RUN_STARTED], damaged=[])  # of a line that cannot be read: nothing
-        if not events:
-            return cls()
-        started = events[-1].as_(RunStarted)
+        return cls.told(events[-1].as_(RunStarted)) if events else cls()
+
+    @classmethod
+    def told(cls, started: RunStarted) -> Self:
         return cls(
             nodes=started.nodes,
             gpus=started.gpus,

@@ -25,10 +25,11 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import RunStarted
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason
-from rolecall.recovery.fleet_view import fleet_of
+from rolecall.recovery.fleet_view import RunPlaces, fleet_view
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.journal_reader import JournalReader
@@ -63,6 +64,7 @@ class JournalMetricsPoller:
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
         self._reader, self._account, self._projection = JournalReader(), run_account(job), IncidentProjection()
+        self._places = RunPlaces()
         self.values: tuple[MetricValue, ...] = ()
 
     def poll(self) -> bool:
@@ -72,6 +74,8 @@ class JournalMetricsPoller:
             for event in page.events:
                 # Deliberate: an invalid event from a foreign writer must not hide the others.
                 with suppress(Exception):
+                    if isinstance(event.payload, RunStarted):
+                        self._places = RunPlaces.told(event.payload)
                     self._account.take(event)
             self._projection.take(page.events, page.damaged)
         if not self._reader.at_end:
@@ -84,7 +88,7 @@ class JournalMetricsPoller:
             paused=self._journal.flag(PAUSED_FLAG) is not None,
             incidents=self._projection.incidents,
             num_broken=len(self._projection.broken),
-            fleet=fleet_of(self._journal),
+            fleet=fleet_view(self._journal.desired(), self._journal.current(), self._places),
         )
         account = self._account
         self.values = (

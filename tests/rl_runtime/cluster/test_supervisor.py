@@ -43,6 +43,7 @@ class SleepActors:
         self.starting = 0
         self.starting_most = 0
         self._lock = threading.Lock()
+        self._ended = False
 
     def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         with self._lock:
@@ -55,9 +56,12 @@ class SleepActors:
                 raise self.refuse[spawn.replica]
             env = run_environment(Path(spawn.run_dir), spawn.node)
             process = subprocess.Popen(["sleep", "600"], env=env)
-            self.processes[actor_name(spawn.run_id, spawn.replica, spawn.incarnation)] = process
             ticks = process_start_ticks(process.pid)
             assert ticks is not None
+            with self._lock:
+                self.processes[actor_name(spawn.run_id, spawn.replica, spawn.incarnation)] = process
+                if self._ended:
+                    self._kill()
             return ActorProcess(pid=process.pid, start_ticks=ticks)
         finally:
             with self._lock:
@@ -79,6 +83,11 @@ class SleepActors:
 
     def end(self) -> None:
         self.hold.set()
+        with self._lock:
+            self._ended = True  # a start that was held may still be under way
+            self._kill()
+
+    def _kill(self) -> None:
         for process in self.processes.values():
             process.kill()
             process.wait()

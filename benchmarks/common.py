@@ -4,15 +4,30 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import distributions, version
 from pathlib import Path
+from typing import Any
 
 from rolecall.rl_runtime.device import found_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+POLL_SECONDS = 0.25
+
+
+def until(what: str, seconds: float, found: Callable[[], Any]) -> Any:
+    """What `found` gives once it is not None. Raises TimeoutError: not in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (value := found()) is not None:
+            return value
+        time.sleep(POLL_SECONDS)
+    raise TimeoutError(f"{what}: not within {seconds:g} s")
 
 
 def commit() -> str:

@@ -19,13 +19,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import common
+from common import until
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.events import EventKind
@@ -56,7 +57,6 @@ KINDS = {"kill": "kill", "stop": "hang"}
 BARS = {"commit": 3.0, "serving": 20.0}
 STEPS_BETWEEN = 3
 START_SECONDS, FAULT_SECONDS, END_SECONDS = 400.0, 240.0, 60.0
-POLL_SECONDS = 0.5
 STOP_SECONDS_MAX = 200.0
 injector.MEET_SECONDS = 120.0  # a replacement reaches its copy only when it has started
 JOB = """
@@ -69,15 +69,6 @@ checkpoint: {{every_steps: 3}}
 runtime: {{trainer_ranks: 2, rollout_ranks: 2, standbys: 0, trainer_standbys: {standbys}, startup_timeout_seconds: 400}}
 recovery: {{mode: act, evictions_per_hour_max: 60, retries_per_replica_max: 20}}
 """
-
-
-def until(what: str, seconds: float, found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (value := found()) is not None:
-            return value
-        time.sleep(POLL_SECONDS)
-    raise TimeoutError(f"{what}: not within {seconds:g} s")
 
 
 def times_of(run: RunDir, kind: EventKind, after: float) -> list[float]:

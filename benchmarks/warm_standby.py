@@ -18,11 +18,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import common
+from common import until
 
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import Event, EventKind
@@ -40,7 +41,6 @@ STEPS_BETWEEN = 2
 START_SECONDS, FAULT_SECONDS, END_SECONDS = 400.0, 180.0, 60.0
 PAUSE_SECONDS_MAX = 2.0
 """A kill comes at a random moment within so long."""
-POLL_SECONDS = 0.25
 JOB = """
 name: warm-standby
 seed: {seed}
@@ -50,15 +50,6 @@ roles: {{trainer: 2, rollout: 2, reward: 1}}
 runtime: {{nodes: 7, standbys: 1, trainer_standbys: 1, startup_timeout_seconds: 400}}
 recovery: {{mode: act, evictions_per_hour_max: 1000, retries_per_replica_max: 1000}}
 """
-
-
-def until(what: str, seconds: float, found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if (value := found()) is not None:
-            return value
-        time.sleep(POLL_SECONDS)
-    raise TimeoutError(f"{what}: not within {seconds:g} s")
 
 
 def events_after(run: RunDir, at: float) -> list[Event]:

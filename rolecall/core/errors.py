@@ -19,7 +19,7 @@ RolecallError
 ├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
 ├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
 ├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
-├── CorruptTransfer          the weights that a replica sent are not those of their manifest: which replica, to whom
+├── CorruptTransfer          the weights that a replica sent are not those of their manifest: from and to which replica
 ├── RewardFailed             the user's reward function raised, took too long, or ended its process
 │   └── EnvironmentFailed    an environment did so in the middle of a conversation, or is not deterministic
 ├── NothingScored            no group could be scored for so long that the run ends: how many, and why

@@ -21,7 +21,7 @@ def _load(spec):
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # no half-executed module stays, whatever ended it; it goes on to the caller
         sys.modules.pop(spec.name, None)
         raise
 

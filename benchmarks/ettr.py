@@ -93,14 +93,14 @@ class Kill:
 
 def schedule(seed: int, num_steps: int, percent: float, roles: str) -> list[Kill]:
     """A kill for each `100 / percent` steps; the same for the same arguments. None falls into the first step, or so
-    late that its recovery would not show."""
+    late that the run could end before it."""
     rng = random.Random(f"ettr-{seed}-{num_steps}-{percent:g}-{roles}")
     width = max(2, round(100 / percent))
     kills = []
     for first in range(0, num_steps - width + 1, width):
         role = rng.choice(ROLES[roles])
         number = NUM_TRAINERS if role == "trainer" else NUM_ROLLOUTS
-        step = rng.randrange(first, first + width - 1)
+        step = rng.randrange(first, first + max(1, width - 2))
         kills.append(Kill(step=step, share=rng.random(), role=role, index=rng.randrange(number)))
     return kills
 
@@ -284,6 +284,8 @@ def measured(
     every = [e.as_(StepCommitted) for e in events if e.kind is EventKind.STEP_COMMITTED]
     sizes = {"num_rollouts": NUM_ROLLOUTS, "num_trainers": NUM_TRAINERS}
     gaps = [b.at - a.at for a, b in pairwise(committed)]
+    pace = statistics.median(gaps) if gaps else end - began
+    commits_at = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
     commits, recoveries = Commits(events), []
     for fault in faults:
         summary = next((s for s in joined.summaries if s.fault == fault), None)
@@ -303,13 +305,15 @@ def measured(
             made=made,
             commits=commits,
         )
-        recoveries.append({"role": fault.kind.removesuffix("-kill"), **phases.seconds, "whole": phases.whole})
+        role, _, index = fault.target.partition("/")
+        recovery = {"role": role, "replica": int(index), "step": position(began, commits_at, pace, fault.injected_at)}
+        recoveries.append(recovery | phases.seconds | {"whole": phases.whole})
     return {
         "num_steps": len(committed),
         "seconds_to_n": end - began,
         "ettr": ettr(began, end, lost, **sizes, count_rollouts=False),
         "ettr_with_rollouts": ettr(began, end, lost, **sizes),
-        "step_seconds": statistics.median(gaps) if gaps else None,
+        "step_seconds": pace,
         "tokens_trained": sum(s.num_tokens for s in committed),
         "tokens_trained_again": sum(c.tokens for c in every) - sum(s.num_tokens for s in committed),
         "steps_trained_again": len(every) - len(committed),
@@ -318,6 +322,13 @@ def measured(
         "false_alarms": len(joined.false_alarms),
         "recoveries": recoveries,
     }
+
+
+def position(began: float, commits: Sequence[tuple[float, int]], step_seconds: float, at: float) -> float:
+    """Steps done at `at`: 20.5 is the middle of step 20, counted from 0. `commits`: (wall seconds, step) of all, those
+    of steps that were undone later included."""
+    last, done = max(((t, step + 1) for t, step in commits if t <= at), default=(began, 0))
+    return round(done + min(0.99, (at - last) / step_seconds), 3)
 
 
 def _is_made_after(record: IncarnationRecord, kill: float, killed_at: Sequence[float]) -> bool:

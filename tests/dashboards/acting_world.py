@@ -88,7 +88,8 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
     run.write({"run_id": "acted-on", "seed": 1, "config": {}})
     journal = Journal(run.database_url)
     homes = HOMES if homes is None else homes
-    journal.append(filled(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": sorted({*homes.values(), "node-9"})}))
+    nodes = sorted({*homes.values(), "node-9"}) if homes else []  # one of them is free
+    journal.append(filled(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": nodes}))
     journal.append(filled(K.LEASE_ACQUIRED, {"holder": "watch@host", "fence": 1, "mode": "approve"}))
     journal.acquire("watch", "watch@host", 3600.0)
     for replica, node in homes.items():

@@ -50,18 +50,29 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     return "RAY_JOB_ID" not in environ or any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
 
 
+_watch: "TrainingWatch | None" = None
+
+
 def attach(optimizers: ModuleType) -> None:
     """`optimizers`: torch.optim.optimizer, just imported; the rest of torch is not."""
+    global _watch
     if is_rank(os.environ):
-        watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
-        optimizers.register_optimizer_step_post_hook(watch.after_optimizer)
+        _watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
+        optimizers.register_optimizer_step_post_hook(_watch.after_optimizer)
+
+
+def stand_down() -> None:
+    """The job, or an integration in it, reports this process from now on: the hooks do nothing any more."""
+    if _watch is not None:
+        _watch.stand_down()
 
 
 class TrainingWatch:
-    """The state of one process. `torch`: used from the first step on."""
+    """The state of one process. `torch`: used from the first step on. `starts`: whether it starts the reporter; it then
+    leaves a process alone that has started it itself."""
 
-    def __init__(self, report: Report, torch: Any, clock: Callable[[], float]) -> None:
-        self._report, self._torch, self._clock = report, torch, clock
+    def __init__(self, report: Report, torch: Any, clock: Callable[[], float], *, starts: bool = True) -> None:
+        self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
         self._modules = Modules(torch, self._guard_module)
         self._thread = 0
         self._lead: int | None = None
@@ -82,6 +93,11 @@ class TrainingWatch:
         if self._off:
             self._modules.remove_hooks()  # not where it failed: torch may be walking through them
 
+    def stand_down(self) -> None:
+        """Not inside a forward pass."""
+        self._off = True
+        self._modules.remove_hooks()
+
     def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
         """The only way from the job's calls into this file."""
         compiler: Any = getattr(self._torch, "compiler", None)
@@ -101,7 +117,7 @@ class TrainingWatch:
         led = self._lead
         if not self._leads(id(optimizer)):
             return
-        if led is None:
+        if led is None and self._starts:
             if self._report.is_started():
                 self._off = True  # the job reports itself
                 return

@@ -144,9 +144,23 @@ def _waits_in_its_replica(stall: Stall, found: list[Stall]) -> bool:
     )
 
 
+def depends(stall: Stall, all_stalls: list[Stall]) -> bool:
+    """Whether its phase may be a wait for other processes. So may generation where several ranks of a replica generate
+    together and do not report their exchanges: the ranks of a trainer that samples by itself."""
+    subject, sample = stall.subject, stall.subject.sample
+    if subject.phase != Phase.GENERATE or sample is None or sample.exchanges:
+        return subject.phase in DEPENDENT_PHASES
+    return any(
+        other.subject.phase == Phase.GENERATE
+        and other.subject.key != subject.key
+        and (other.subject.replica, other.subject.incarnation) == (subject.replica, subject.incarnation)
+        for other in all_stalls
+    )
+
+
 def own(all_stalls: list[Stall]) -> list[Stall]:
     """Independent stalls: without heartbeat, or in a phase that does not depend on other processes."""
-    return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
+    return [s for s in all_stalls if s.beats_stopped or not (s.subject.phase == Phase.REDUCE or depends(s, all_stalls))]
 
 
 def emerging(standing_still: list[Stall]) -> bool:

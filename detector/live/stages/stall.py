@@ -13,6 +13,8 @@ among ranks that all wait inside, the one that uses CPU while the others are idl
 single rank: the timeout of the process group decides.
 """
 
+from collections.abc import Mapping
+
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
@@ -21,12 +23,12 @@ from rolecall.detector.live.monitored_process import STOPPED_STATES, MonitoredPr
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import (
-    DEPENDENT_PHASES,
     EMERGING_SHARE,
     WORKING_CPUS,
     Stage,
     Stall,
     Tick,
+    depends,
     emerging,
     own,
 )
@@ -37,6 +39,12 @@ must finish first."""
 BUSY_CPUS = 0.3
 """CPU seconds per second above which a process without progress is computing, not waiting: with three runnable threads
 per CPU, a spinning process gets a third."""
+
+
+SHARED_PHASES = frozenset({Phase.STEP, Phase.GENERATE})
+"""Phases in which ranks of one replica may work together."""
+PLACES: Mapping[str, str] = {Phase.SCORE: " in its reward function"}
+"""Phase -> whose code hangs there, for `because`."""
 
 
 class StallStage(Stage):
@@ -62,8 +70,9 @@ class DependentStallStage(Stage):
         groups: dict[tuple[str, str], list[Stall]] = {}
         for s in tick.stalls:
             # Ranks that wait in a step for one of them stall within a moment of each other.
-            together = s.subject.phase == Phase.STEP and s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds
-            if (s.ripe or together) and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES:
+            is_shared = s.subject.phase in SHARED_PHASES
+            together = is_shared and s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds
+            if (s.ripe or together) and not s.beats_stopped and depends(s, tick.stalls):
                 groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
         groups = {key: group for key, group in groups.items() if any(s.ripe for s in group)}
         # A single stalled process of a role and phase is hung; several wait for an unknown cause.
@@ -117,7 +126,7 @@ def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     ]
     waits = f"; {waiting(waiters)} for it in all-reduce" if waiters else ""
     because = (
-        f"{subject.name()} is hung: no {what} in {where} for {standing:.1f} s "
+        f"{subject.name()} is hung{PLACES.get(subject.phase, '')}: no {what} in {where} for {standing:.1f} s "
         f"(deadline {stall.deadline.text}); {kind_of(subject, clocks, stall.beats_stopped)}{waits}"
     )
     values = {

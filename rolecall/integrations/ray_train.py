@@ -8,8 +8,8 @@
     )
 
 `reported` is what a worker needs: it registers with the rank that Ray Train gave it, its steps come from torch's hooks
-as under `rolecall exec`, and an exception of the training function is reported before Ray takes it. The callback runs in
-the controller, which sees neither steps nor phases of workers: it tells what they report with `ray.train.report`.
+as under `rolecall exec`, and an exception of the training function is reported before Ray takes it. The callback runs
+in the controller, which sees neither steps nor phases of workers: it tells what they give to `ray.train.report`.
 """
 
 import functools

@@ -50,7 +50,7 @@ HEALTH = {
     "filtered_fraction": ("frac_reward_zero_std",),
     "log_ratio_max": ("sampling/sampling_logp_difference/max",),
 }
-"""Argument of `reporter.health` -> keys of TRL's logs. Nothing is learned of a group whose rewards are all the same: the
+"""Argument of `reporter.health` -> keys of TRL's logs. A group whose rewards are all the same teaches nothing: the
 share of these groups is what `filtered_fraction` means for a trainer that does not filter. TRL's `kl` is to the
 reference policy, for which the reporter has no place."""
 

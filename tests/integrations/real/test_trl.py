@@ -1,0 +1,117 @@
+"""TRL's GRPO with a random model, the callback, an agent and a watch: examples/trl/train.py, as the how-to runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rolecall.agent.processes.state_pages import PageReader
+from tests.docs.test_first_minutes import NETWORK, like_a_clone
+from tests.support import eventually
+
+pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
+
+SECONDS = 240.0
+"""torch and TRL are imported, and 40 steps of about a tenth of a second are made, on a machine that may be busy."""
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator["Shell"]:
+    if subprocess.run([*NETWORK, "true"], check=False, capture_output=True, timeout=30).returncode:
+        pytest.skip("no network namespaces here")
+    it = Shell(tmp_path)
+    yield it
+    it.close()
+
+
+class Shell:
+    """A shell in a folder that looks like a clone, in a network of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environ = {**like_a_clone(folder), "HF_HUB_OFFLINE": "1"}
+        (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (folder / "bin" / "python").chmod(0o755)
+        self._shell = subprocess.Popen(
+            [*NETWORK, "bash"], cwd=folder, env=environ, stdin=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def start(self, command: str, log: str) -> None:
+        assert self._shell.stdin is not None
+        self._shell.stdin.write(f"{command} > {log} 2>&1 &\n")
+        self._shell.stdin.flush()
+
+    def read(self, log: str) -> str:
+        path = self.folder / log
+        return path.read_text() if path.exists() else ""
+
+    def page(self) -> Any:
+        """The state page of the training process; None before it registered."""
+        for event in map(json.loads, self.read("agent/events.jsonl").splitlines()):
+            if event["kind"] == "registered" and event["replica"] == "trainer/0":
+                with suppress(OSError, ValueError):
+                    [path] = (self.folder / "agent" / "pages").glob(f"{event['process']['pid']}-*.page")
+                    reader = PageReader(path)
+                    try:
+                        return reader.read()
+                    finally:
+                        reader.close()
+        return None
+
+    def close(self) -> None:
+        for process in psutil.Process(self._shell.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._shell.kill()
+        self._shell.communicate()
+
+
+def test_steps_phases_and_rewards_are_seen_and_a_reward_function_that_hangs_is_named(shell: Shell) -> None:
+    shell.start("rolecall agent", "agent.log")
+    eventually(lambda: "serves at http://127.0.0.1:9477" in shell.read("agent.log"), "the agent serves", seconds=60)
+    shell.start("python examples/trl/train.py --hang-at 40", "job.log")
+    shell.start("rolecall watch agents http://127.0.0.1:9477 --id my-job", "watch.log")
+    phases: set[str] = set()
+
+    def scores_forever() -> bool:
+        page = shell.page()
+        if page is not None:
+            phases.add(page.phase)
+        return page is not None and page.step == 40 and page.phase == "score"
+
+    eventually(scores_forever, "the reward function of step 40 is called", seconds=SECONDS)
+    assert {"generate", "score", "step"} <= phases, f"{phases}\n{shell.read('job.log')[-2000:]}"
+    page = shell.page()
+    assert 0.0 <= page.reward <= 1.0 and page.entropy > 0.0 and page.response_length > 0.0 and page.healths == 39
+    shell.start(
+        "until rolecall incidents --run my-job | grep -q 'reward function'; do sleep 1; done; "
+        "rolecall incidents --run my-job > incidents.log; rolecall status --run my-job",
+        "status.log",
+    )
+    eventually(lambda: "trainer/0" in shell.read("status.log"), "the incident is listed", seconds=SECONDS)
+    assert "is hung in its reward function: no progress in score of step 40" in " ".join(
+        shell.read("incidents.log").split()
+    )
+
+
+def test_without_an_agent_the_job_trains(shell: Shell) -> None:
+    environ = {**os.environ, "ROLECALL_AGENT_DIR": str(shell.folder / "none"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "examples/trl/train.py", "--steps", "3"],
+        cwd=shell.folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("no agent runs at") == 1, "it warns once"

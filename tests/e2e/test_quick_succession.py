@@ -36,6 +36,8 @@ RECOVERY_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 ROLLOUTS = ("rollout/0", "rollout/1", "rollout/2")
 OPEN = ("issued", "assigned", "returned", "undone")
+AGREEMENT_SECONDS = 1.0
+"""As in `test_demo.py`."""
 
 
 def test_faults_in_quick_succession_cost_no_token_and_no_group(tmp_path: Path) -> None:
@@ -250,6 +252,10 @@ def _nothing_was_lost(run: DemoRun, open_groups: frozenset[str]) -> None:
     assert all(i["outcome"] == "resolved" for i in by_kind.values()), faults
     controller = by_kind["controller-kill"]
     assert controller["tokens_lost"] == 0 < controller["tokens_kept"]
+    # Killed by the observer, with the plain kill(2): its times are those that the report has.
+    for incident in (controller, by_kind["holder-kill"]):
+        detected_at = incident["fault"]["injected_at"] + incident["detected_seconds"]
+        assert run.observer.opened[incident["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), incident
     assert report["pids_kept"] is True, report["pids"]
     steps = [
         s

@@ -25,7 +25,8 @@ demo: $(READY)  ## a run that loses replicas and keeps learning; ARGS="--seed 7 
 
 test: $(READY)  ## all tests but the long ones, one seed of each end-to-end scenario
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" --durations=15 $(ARGS)
-	$(BIN)/python -m pytest -m e2e --durations=12 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "e2e and light" --durations=4 $(ARGS)
+	$(BIN)/python -m pytest -m "e2e and not light" --durations=12 $(ARGS)
 
 test-fast: $(READY)  ## without engines, Ray or slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not engine and not long and not slow" $(ARGS)

@@ -135,16 +135,17 @@ def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: 
         assert named <= {"trainer/1", ""}, "what was lent is not lost"
         served = set(run.observer.serving)
         nan = _a_nan_is_tolerated(run)
-        exception = _an_exception_ends_the_run(run)
+        _an_exception_ends_the_run(run)
     audited = command("audit", str(run.path))
     assert audited.returncode == 0, audited.stdout
     assert set(run.observer.serving) == served, "a replica was replaced for a NaN, or for a mistake in user code"
     check_algorithm(run, AlgorithmName.DAPO)
-    by_id = {i["incident_id"]: i for i in run.report()["incidents"]}
-    assert by_id[nan]["fault_class"] == "silent_corruption" and by_id[nan]["outcome"] == "tolerated"
-    assert "finite when computed again" in by_id[nan]["because"]
-    assert by_id[exception]["fault_class"] == "user_code" and by_id[exception]["action"] == "stop_job"
-    assert "InjectedError" in by_id[exception]["because"]
+    incidents = run.report()["incidents"]
+    (tolerated,) = [i for i in incidents if i["incident_id"] == nan]
+    assert tolerated["fault_class"] == "silent_corruption" and tolerated["outcome"] == "tolerated"
+    assert "finite when computed again" in tolerated["because"]
+    stopped = [i for i in incidents if i["action"] == "stop_job"]  # several if a rank raises late
+    assert stopped and all(i["fault_class"] == "user_code" and "InjectedError" in i["because"] for i in stopped)
 
 
 def _a_nan_is_tolerated(run: DemoRun) -> str:
@@ -161,14 +162,12 @@ def _a_nan_is_tolerated(run: DemoRun) -> str:
     return incident
 
 
-def _an_exception_ends_the_run(run: DemoRun) -> str:
-    """On all ranks, as a mistake in user code is. Returns the incident."""
+def _an_exception_ends_the_run(run: DemoRun) -> None:
+    """On all ranks, as a mistake in user code is."""
     raised = command("inject", str(run.path), "--kind", "trainer-exception")
     assert raised.returncode == 0, raised.stderr
     assert run.wait(120) == 1, run.output()[-3000:]
     assert alive(run.observer) == []
-    ((incident, _),) = _incidents(run, "user_code")
-    return incident
 
 
 def _incidents(run: DemoRun, fault_class: str) -> list[tuple[str, list[dict[str, Any]]]]:

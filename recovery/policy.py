@@ -344,6 +344,8 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
 def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[PlanTarget, ...]:
     """Targets for which there is neither a standby of their role nor a free node; of a hybrid one, its trainer's role
     decides."""
+    if facts.fleet.places.scheduled:
+        return ()
     avoid = facts.avoided | {str(t.node) for t in targets}
     taken: list[str] = []
     found: list[PlanTarget] = []
@@ -403,6 +405,8 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
             why_not = f"{replica} has lent its node and does not run"
         elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY
+        elif seen.desired_incarnation < incarnation_now and facts.fleet.places.scheduled and facts.past:
+            why_not = f"{replica}#{incarnation_now} was never seen: {facts.past[-1].because}"
         elif seen.desired_incarnation < incarnation_now:
             why_not = f"{replica}#{incarnation_now} is named, but the newest incarnation is #{seen.desired_incarnation}"
         else:

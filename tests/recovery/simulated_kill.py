@@ -12,7 +12,7 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import Payload
 from rolecall.core.membership import Desired
-from rolecall.recovery.actuators import ActionResult, Actuator
+from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.borrowing import Comeback
 
 

@@ -166,6 +166,8 @@ class HttpCall(Call):
         try:
             if self.token_path:
                 headers["Authorization"] = "Bearer " + Path(self.token_path).read_text(encoding="utf-8").strip()
+            if self.ca_path:
+                Path(self.ca_path).read_bytes()  # before anything is sent
             answer = request(
                 self.method,
                 self.url,
@@ -178,5 +180,5 @@ class HttpCall(Call):
         except HttpFailed as e:
             return Reply(status=REFUSED if e.refused else NO_STATUS, text=str(e))
         except (OSError, ValueError) as e:
-            return Reply(status=REFUSED, text=os_reason(e))
+            return Reply(status=REFUSED, text=f"{getattr(e, 'filename', None) or self.url}: {os_reason(e)}")
         return Reply(status=answer.status, text=answer.body.decode(errors="replace"))

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import pytest
 
+from rolecall.cli.main import main
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -101,12 +102,15 @@ def job(tmp_path: Path) -> Iterator[Job]:
         it.close()
 
 
-def test_a_stopped_replica_is_replaced_and_nothing_else(job: Job) -> None:
+def test_a_stopped_replica_is_replaced_and_nothing_else(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.watch("act")
     eventually(lambda: len(job.pids()) == NUM_REPLICAS, "all replicas are counted")
     before = job.pids()
     assert {incarnation for incarnation, _ in before.values()} == {1}
     eventually(lambda: _has_learned(job), "their deadlines are learned")
+    assert main(["replace", "rollout/1", "--dry-run", "--run", str(job.run.path)]) == 0
+    assert f"kill -KILL \"$0\"' {before['rollout/1'][1]}\n" in capsys.readouterr().out
+    assert job.pids() == before, "nothing was called"
     os.kill(before["rollout/1"][1], signal.SIGSTOP)
 
     eventually(lambda: job.events(K.INCIDENT_CLOSED), "the incident is closed")

@@ -215,5 +215,5 @@ def calls_of(target: Target, order: Order) -> tuple[list[Call], str]:
             return changing, str(e.value)
         if call.changes:
             changing.append(call)
-        reply = call.assumed or (Reply(status=0) if call.changes else _made(replace(call, after_seconds=0.0)))
+        reply = call.assumed or (call.success if call.changes else _made(replace(call, after_seconds=0.0)))
     raise ActuatorError(f"given up after {CALLS_MAX} calls")

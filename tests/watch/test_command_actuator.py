@@ -109,7 +109,7 @@ def test_a_stopped_replica_is_replaced_and_nothing_else(job: Job, capsys: pytest
     assert {incarnation for incarnation, _ in before.values()} == {1}
     eventually(lambda: _has_learned(job), "their deadlines are learned")
     assert main(["replace", "rollout/1", "--dry-run", "--run", str(job.run.path)]) == 0
-    assert f"kill -KILL \"$0\"' {before['rollout/1'][1]}\n" in capsys.readouterr().out
+    assert f'kill -KILL "$0"\' {before["rollout/1"][1]}\n' in capsys.readouterr().out
     assert job.pids() == before, "nothing was called"
     os.kill(before["rollout/1"][1], signal.SIGSTOP)
 

@@ -1,6 +1,6 @@
 """A target: the system that runs the job's processes and can replace one unit of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,17 @@ class Order:
     @property
     def index(self) -> int:
         return split_replica(self.replica)[1]
+
+    @property
+    def fields(self) -> Mapping[str, str | int]:
+        """For templates of names in the configuration."""
+        return {
+            "replica": self.replica,
+            "role": self.role,
+            "index": self.index,
+            "incarnation": self.incarnation,
+            "node": self.node,
+        }
 
 
 class Target(Protocol):

@@ -3,13 +3,13 @@
     python benchmarks/replace.py processes
     PYTHONPATH=FOLDER python benchmarks/replace.py torchft       FOLDER: with torchft's packages
 
-A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act beside
-it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its main thread
-waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of a real
-lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
+A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
+beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
+main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of a
+real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
 
-A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each is
-a line of `results/replace.jsonl`; lines of other commits are left out of the report.
+A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
+is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
 """
 
 import argparse
@@ -110,16 +110,16 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
         process = subprocess.Popen([sys.executable, "-c", LIGHTHOUSE, str(told)], stdout=log, stderr=log)
         stack.callback(process.wait, START_SECONDS)
         stack.callback(process.kill)
-        common.until(told.exists, START_SECONDS, "the lighthouse serves")
+        common.until("the lighthouse serves", START_SECONDS, lambda: told.exists() or None)
         lighthouse, code = told.read_text(), MEMBER + STEPS.replace("time.sleep(0.02)", "quorum(n); time.sleep(0.02)")
     job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
     stack.callback(job.close)
     job.start_agent()
-    common.until(lambda: job.agent_url, START_SECONDS, "the agent serves")
+    common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
     job.start_replicas()
     job.start_watch(CONFIG.format(actuator=actuator(target, lighthouse)))
-    common.until(lambda: len(job.pids()) == len(REPLICAS), START_SECONDS, "all replicas are counted")
-    common.until(lambda: job.has_learned, START_SECONDS, "deadlines are learned")
+    common.until("all replicas are counted", START_SECONDS, lambda: len(job.pids()) == len(REPLICAS) or None)
+    common.until("deadlines are learned", START_SECONDS, lambda: job.has_learned or None)
     for case in wanted:
         time.sleep(REST_SECONDS)
         before, num_closed = job.pids(), len(job.events(EventKind.INCIDENT_CLOSED))
@@ -185,10 +185,8 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
         text.append(f"| {target} | {fault} | {len(group)} | {right} | {touched} | {' | '.join(cells)} |")
     for x in lines:
         if not x["right"]:
-            text += [
-                "",
-                f"Not right: {x['target']} {x['fault']} {x['number']}: {x['outcome']}, {x['named']}, {x['because']}",
-            ]
+            case = f"{x['target']} {x['fault']} {x['number']}"
+            text += ["", f"Not right: {case}: {x['outcome']}, {x['named']}, {x['because']}"]
     return text
 
 

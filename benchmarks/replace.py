@@ -5,8 +5,8 @@
 
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
-main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of a
-real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
+main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
+a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
 is a line of `results/replace.jsonl`; lines of other commits are left out of the report.

@@ -71,7 +71,7 @@ def quorum(step):
     try:
         client._quorum(
             group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=20 * second, commit_failures=0,
-            reconfigure_handle="",
+            reconfigure_handle="", init_sync=True,
         )
     except (RuntimeError, TimeoutError):
         pass  # a member left meanwhile
@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left running
     of_commit = common.commit()
     for target in options.targets:
         try:

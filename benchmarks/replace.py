@@ -6,7 +6,7 @@
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
 main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
-a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
+a real lighthouse, which is asked to end the group; if it has left the quorum, its process is ended.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
 is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
@@ -32,7 +32,7 @@ from typing import Any
 import common
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.core.journal.payloads import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
 from rolecall.testing.watched_job import STEPS, WatchedJob
 
 LINES = common.RESULTS / "replace.jsonl"
@@ -88,16 +88,16 @@ class Case:
 
 def cases(target: str, seed: int, number: int) -> Iterator[Case]:
     rng = random.Random(f"replace-{target}-{seed}")
-    faults = ("lock",) if target == "torchft" else ("stop", "lock")
     for n in range(number):
-        yield Case(n, rng.choice(REPLICAS), faults[n % len(faults)])
+        yield Case(n, rng.choice(REPLICAS), ("stop", "lock")[n % 2])
 
 
 def actuator(target: str, lighthouse: str) -> str:
+    processes = {"kind": "processes", "program": [sys.executable, "-m", "rolecall"]}
     if target == "torchft":
         groups = {"rollout": "rollout_{index}"}
-        return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups})
-    return json.dumps({"kind": "processes", "program": [sys.executable, "-m", "rolecall"]})
+        return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups, "processes": processes})
+    return json.dumps(processes)
 
 
 def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
@@ -133,7 +133,12 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
         )
 
 
-KINDS = (EventKind.INCIDENT_OPENED, EventKind.INCIDENT_VERIFIED, EventKind.INCIDENT_CLOSED)
+KINDS = (
+    EventKind.INCIDENT_OPENED,
+    EventKind.CALL_STARTED,
+    EventKind.INCIDENT_VERIFIED,
+    EventKind.INCIDENT_CLOSED,
+)
 
 
 def judged(
@@ -160,6 +165,7 @@ def judged(
         "because": "" if right else (outcome.because if outcome else ""),
         "found_seconds": round(opened[0].wall_at - began, 2) if opened else None,
         "verified_seconds": round(verified[0].wall_at - began, 2) if verified else None,
+        "how": [e.as_(CallStarted).words for e in since if isinstance(e.payload, CallStarted)],
     }
 
 

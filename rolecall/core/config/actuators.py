@@ -1,0 +1,115 @@
+"""Sections of the actuators: one class each, chosen by `kind`."""
+
+from string import Formatter
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from rolecall.core.config.section import Seconds, Section
+
+COMMAND_FIELDS = frozenset(
+    {"replica", "role", "index", "incarnation", "node", "rank", "pid", "start_ticks", "job", "incident", "because"}
+)
+
+
+REPLICA_FIELDS = frozenset({"replica", "role", "index", "incarnation", "node"})
+
+
+def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
+    """Raises ValueError: it has a field that is not known, or is no template."""
+    for _, name, _, _ in Formatter().parse(text):
+        if name is not None and name not in fields:
+            known = ", ".join(f"{{{f}}}" for f in sorted(fields))
+            raise ValueError(f"{{{name}}} is not known here, only {known}; write {{{{ for a brace")
+    return text
+
+
+class CommandActuator(Section):
+    """Replaces a replica by a command of your own: for whatever has a command line or an API of its own."""
+
+    kind: Literal["command"]
+    replace: Annotated[list[str], Field(min_length=1)]
+    """Program and arguments, without a shell. Exit code 0: the replica was ended, and its replacement starts by itself
+    or was started. Arguments may contain {replica}, {role}, {index}, {incarnation}, {node}, {job}, {incident},
+    {because}, and {rank}, {pid}, {start_ticks} of the process with the lowest rank."""
+    move: list[str] | None = None
+    """The same for a fault that stays with the node: the replacement must start on another one. null: such faults page
+    on-call."""
+    also_ends: Literal["nothing", "node", "job"] = "nothing"
+    """Which other replicas the command takes down: those on the same node, or all of the same job."""
+    repeatable: bool = False
+    """A second call for the same fault does no harm. Otherwise, if the watch dies during the call, its successor pages
+    on-call instead of calling again. The command gets the same ROLECALL_ACTION_KEY both times."""
+    call_seconds: Seconds = 60.0
+    """The command is ended after this time, and the action has failed."""
+
+    @field_validator("replace", "move")
+    @classmethod
+    def _templates(cls, argv: list[str] | None) -> list[str] | None:
+        for text in argv or ():
+            _checked_template(text)
+        if argv is not None and (not argv or not argv[0]):
+            raise ValueError("expected a program and its arguments")
+        return argv
+
+
+class ProcessesActuator(Section):
+    """Ends the replica's processes, with their descendants, and leaves the rest to what started them: a launcher, or
+    the framework's own monitor (slime with `--use-fault-tolerance`, NeMo-RL with `generation_fleet_health`)."""
+
+    kind: Literal["processes"]
+    run_on_node: tuple[str, ...] = ()
+    """How a command is run on {node}, as [ssh, "{node}"]. Empty: all processes are on this machine."""
+    program: Annotated[tuple[str, ...], Field(min_length=1)] = ("rolecall",)
+    """The command line of rolecall there: `rolecall node end PID --start-ticks TICKS` is run for each process. It ends
+    no other process that has the PID by now."""
+    grace_seconds: Annotated[float, Field(ge=0, le=600)] = 0.0
+    """Between SIGTERM and SIGKILL. 0: SIGKILL at once; a stopped process reads no SIGTERM."""
+    call_seconds: Seconds = 30.0
+    """Of the end of one process, the way to its node included."""
+
+    @field_validator("run_on_node")
+    @classmethod
+    def _templates(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_checked_template(text, frozenset({"node"})) for text in argv)
+
+
+class MilesActuator(Section):
+    """miles: suspends the replica's cell and resumes it, through the control server of the job."""
+
+    kind: Literal["miles"]
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Of the control server (`--control-server-port`), as http://head:18080."""
+    cells: dict[str, str] = Field(default={"trainer": "actor-{index}", "rollout": "rollout-{index}"})
+    """Role -> name of the cell of a replica. Replicas of other roles are refused."""
+    poll_seconds: Seconds = 1.0
+    """Between two looks at the cell until it is suspended."""
+
+    @field_validator("cells")
+    @classmethod
+    def _templates(cls, cells: dict[str, str]) -> dict[str, str]:
+        return {role: _checked_template(text, REPLICA_FIELDS) for role, text in cells.items()}
+
+
+class TorchftActuator(Section):
+    """torchft: the lighthouse asks a replica group to end; its launcher starts it again, and it heals from a peer."""
+
+    kind: Literal["torchft"]
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Of the lighthouse, as http://head:29510."""
+    groups: dict[str, str] = Field(default={"trainer": "{index}"})
+    """Role -> replica id of a replica's group, without the part after the colon that torchft adds. Replicas of other
+    roles are refused."""
+    processes: ProcessesActuator | None = None
+    """How a group that is not in the newest quorum is ended, which the lighthouse cannot do: one that hangs leaves the
+    quorum after the lighthouse's join timeout. null: such a group is left to on-call."""
+
+    @field_validator("groups")
+    @classmethod
+    def _templates(cls, groups: dict[str, str]) -> dict[str, str]:
+        return {role: _checked_template(text, REPLICA_FIELDS) for role, text in groups.items()}
+
+
+ActuatorConfig = Annotated[
+    CommandActuator | ProcessesActuator | MilesActuator | TorchftActuator, Field(discriminator="kind")
+]

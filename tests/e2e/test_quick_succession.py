@@ -184,16 +184,19 @@ def _trainer_with_the_newest_weights_dies_during_a_pull(run: DemoRun) -> None:
     eventually(met, "a trainer to be in the middle of giving its weights")
     holder, *_ = met()
     pid = observer.pids[(holder, trainers[holder])]
-    version = _page(observer, holder, trainers[holder]).policy_version
-    pullers = _connected(observer, pid)
-    versions = {r: _page(observer, r, i).policy_version for r, i in pullers}
-    num_steps = len(observer.steps)
-    run.strike("holder-kill", holder, trainers[holder])
+    # All trainers are stopped: the next step would be committed between two of these reads.
+    with stopped(observer.pids[member] for member in trainers.items()):
+        newest = {r: _page(observer, r, i).policy_version for r, i in trainers.items()}
+        pullers = _connected(observer, pid)
+        versions = {r: _page(observer, r, i).policy_version for r, i in pullers}
+        num_steps = len(observer.steps)
+        run.strike("holder-kill", holder, trainers[holder])
+    version = newest[holder]
     for request_file, _ in asked.values():
         request_file.unlink()
     assert pullers, "no rollout was connected to its weight port"
     assert all(v < version for v in versions.values()), (versions, version)
-    assert version == max(_page(observer, r, i).policy_version for r, i in trainers.items() if r != holder)
+    assert version == max(newest.values())
     _until_resolved(run, holder, trainers[holder])
 
     def caught_up() -> bool:

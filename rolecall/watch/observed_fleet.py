@@ -34,6 +34,18 @@ SEEN = "as its processes were seen"
 One = TypeVar("One", ProcessSample, AgentEvent)
 
 
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """`at`: wall seconds of its node."""
+
+    job: str
+    rendezvous: str
+    at: float
+
+
+_UNKNOWN = _Registered("", "", 0.0)
+
+
 @dataclass(slots=True)
 class _Counted:
     """Newest incarnation of one replica. `expected`: most ranks that one of them had; `since`: monotonic seconds;
@@ -60,7 +72,7 @@ class ObservedFleet:
         self._source, self._journal, self._clock = source, journal, clock
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
-        self._jobs: dict[ProcessId, str] = {}
+        self._registered: dict[ProcessId, _Registered] = {}
         self._written: dict[str, tuple[int, ReplicaState]] = {}
         self._kept = ""
         self._read()
@@ -68,7 +80,7 @@ class ObservedFleet:
     def members(self) -> list[tuple[int, Member]]:
         """(incarnation, process) of all that run."""
         return [
-            (counted.incarnation, _member(replica, rank, process, self._jobs.get(process, "")))
+            (counted.incarnation, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
             for replica, counted in self._replicas.items()
             for rank, process in counted.ranks.items()
             if process not in counted.ended
@@ -93,7 +105,12 @@ class ObservedFleet:
         if event.process is None:
             return
         if event.kind is AgentEventKind.REGISTERED:
-            self._jobs[event.process] = next(iter(job_names(event)), "")
+            known = self._registered.get(event.process)
+            self._registered[event.process] = _Registered(
+                job=next(iter(job_names(event)), ""),
+                rendezvous=event.detail.get("rendezvous", ""),
+                at=event.wall_at if known is None else min(known.at, event.wall_at),
+            )
             if now - event.wall_at <= FRESH_SECONDS:
                 self._count(event.replica, event.rank, event.process)
         elif event.kind is AgentEventKind.EXITED:
@@ -126,7 +143,7 @@ class ObservedFleet:
                 return
             for old in counted.previous:
                 self._of.pop(old, None)
-                self._jobs.pop(old, None)
+                self._registered.pop(old, None)
             counted = self._replicas[replica] = _Counted(
                 incarnation=counted.incarnation + 1,
                 since=self._clock.monotonic(),
@@ -208,7 +225,14 @@ class ObservedFleet:
             self._replicas, self._of = {}, {}
 
 
-def _member(replica: str, rank: int, process: ProcessId, job: str) -> Member:
+def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
     return Member(
-        replica=replica, rank=rank, node=process.node, pid=process.pid, start_ticks=process.start_ticks, job=job
+        replica=replica,
+        rank=rank,
+        node=process.node,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        job=registered.job,
+        rendezvous=registered.rendezvous,
+        registered_at=registered.at,
     )

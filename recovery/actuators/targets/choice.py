@@ -1,9 +1,26 @@
 """From the configuration to its target."""
 
-from rolecall.core.config.actuators import ActuatorConfig
+from rolecall.core.config.actuators import (
+    ActuatorConfig,
+    CommandActuator,
+    KubeRayActuator,
+    KubernetesActuator,
+    SlurmActuator,
+)
 from rolecall.recovery.actuators.targets.command import Command
+from rolecall.recovery.actuators.targets.kuberay import KubeRay
+from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Target
 
 
 def target_of(config: ActuatorConfig) -> Target:
-    return Command(config)
+    match config:
+        case CommandActuator():
+            return Command(config)
+        case SlurmActuator():
+            return Slurm(config)
+        case KubernetesActuator():
+            return Kubernetes(config)
+        case KubeRayActuator():
+            return KubeRay(config)

@@ -11,7 +11,9 @@ from rolecall.recovery.actuators.calls import Procedure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A process of the job as its agent sees it. `job`: run id or rendezvous; empty: not known."""
+    """A process of the job as its agent sees it. `job`: run id or rendezvous; `rendezvous`: that alone (`host:port` of
+    torchrun, `job.step` of Slurm); empty: not known. `registered_at`: when its agent first saw it, wall seconds of its
+    node; what contains the process has started before. 0: not known."""
 
     replica: str
     rank: int
@@ -19,6 +21,8 @@ class Member:
     pid: int
     start_ticks: int
     job: str = ""
+    rendezvous: str = ""
+    registered_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,17 @@ class Order:
     @property
     def index(self) -> int:
         return split_replica(self.replica)[1]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of the members, each once."""
+        return tuple(sorted({m.node for m in self.members}))
+
+
+def filled(template: str, member: Member) -> str:
+    """A template of the configuration (core/config/actuators.py, MEMBER_FIELDS) for the replica of this process."""
+    role, index = split_replica(member.replica)
+    return template.format(replica=member.replica, role=role, index=index, node=member.node, job=member.job)
 
 
 class Target(Protocol):

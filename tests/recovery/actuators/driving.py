@@ -8,6 +8,7 @@ from rolecall.recovery.actuators.calls import Call, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import Member, Order
 
 CALLS_MAX = 200
+BECAUSE = "it hangs in 'generate'"
 NOW = 1_800_000_000.0
 """Wall seconds at which the processes of `member` were first seen."""
 
@@ -65,7 +66,7 @@ def order(*members: Member, others: tuple[Member, ...] = (), leave_node: bool = 
         replica=members[0].replica if members else "rollout/1",
         incarnation=2,
         node=members[0].node if members else "n-1",
-        because="it hangs in 'generate'",
+        because=BECAUSE,
         members=members,
         others=others,
         leave_node=leave_node,

@@ -1,5 +1,6 @@
 """Slurm: which job or step is ended, and that nothing is when it is not the one that the plan names."""
 
+import shlex
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.recovery.actuators.calls import NO_STATUS, NOT_STARTED, Call, CommandCall, Reply
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Order
-from tests.recovery.actuators.driving import NOW, drive, member, order
+from tests.recovery.actuators.driving import BECAUSE, NOW, drive, member, order
 from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
 
 A = ActionKind
@@ -49,8 +50,7 @@ def test_the_node_is_drained_before_the_job_is_requeued_and_once(fake: FakeSlurm
     it = drive(slurm(programs="/opt/slurm/bin").replace(asked(leave_node=True)), lambda c: fake.reply(_plain(c)))
     assert it.done == "Slurm job 12 was requeued; n-1 drains" and fake.drained == ["n-1"]
     assert it.changing == [
-        """/opt/slurm/bin/scontrol update nodename=n-1 state=drain """
-        """'reason=rolecall inc-1-x: it hangs in '"'"'generate'"'"''""",
+        "/opt/slurm/bin/scontrol update nodename=n-1 state=drain " + shlex.quote(f"reason=rolecall inc-1-x: {BECAUSE}"),
         "/opt/slurm/bin/scontrol requeue 12",
     ]
     fake.jobs[12].start = int(NOW) - 60

@@ -88,6 +88,11 @@ class Call:
         """The exact call, without secrets."""
         raise NotImplementedError
 
+    @property
+    def success(self) -> Reply:
+        """What a dry run takes for the reply of a change."""
+        return Reply(status=0)
+
     def make(self) -> Reply:
         """Makes the call; returns within its deadline. Never raises."""
         raise NotImplementedError
@@ -158,6 +163,10 @@ class HttpCall(Call):
     def shown(self) -> str:
         body = "" if self.body is None else " " + json.dumps(self.body, sort_keys=True)
         return f"{self.method} {self.url}{body}"
+
+    @property
+    def success(self) -> Reply:
+        return Reply(status=200)
 
     def make(self) -> Reply:
         headers = {"Accept": "application/json"}

@@ -68,24 +68,8 @@ class ExternalActuator:
 
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         named = {str(t.replica) for t in plan.targets}
-        found = {r for t in plan.targets for r in self._target.also_hit(self.order(plan, t))}
+        found = {r for t in plan.targets for r in self._target.also_hit(order_of(plan, t, self._members()))}
         return tuple(f"{replica} ends too" for replica in sorted(found - named))
-
-    def order(self, plan: Plan, target: PlanTarget) -> Order:
-        known = self._members()
-        ours = [m for incarnation, m in known if m.replica == target.replica and incarnation == target.incarnation]
-        return Order(
-            key=f"{plan.digest}:{target.replica}",
-            incident_id=str(plan.incident_id),
-            replica=str(target.replica),
-            incarnation=target.incarnation,
-            node=str(target.node),
-            because=plan.because,
-            members=tuple(sorted(ours, key=lambda m: m.rank)),
-            others=tuple(m for _, m in known if m.replica != target.replica),
-            leave_node=plan.action is ActionKind.REPLACE_NODE,
-            begun=self._has_begun(plan),
-        )
 
     def resume(self, comeback: Comeback, lease: Lease) -> None:
         del lease
@@ -100,7 +84,8 @@ class ExternalActuator:
             outdated = self._outdated(plan)
             if outdated is not None:
                 return outdated
-            orders = [self.order(plan, t) for t in plan.targets]
+            begun = self._has_begun(plan)
+            orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
             state = _UnderWay(orders=orders, ends_at=self._clock.monotonic() + self._deadline_seconds, done=[])
             self._under_way[plan.digest] = state
         try:
@@ -201,6 +186,23 @@ def _made(call: Call) -> Reply:
     return call.make()
 
 
+def order_of(plan: Plan, target: PlanTarget, known: Sequence[tuple[int, Member]], *, begun: bool = False) -> Order:
+    """`known`: (incarnation, process) of all that run."""
+    ours = [m for incarnation, m in known if m.replica == target.replica and incarnation == target.incarnation]
+    return Order(
+        key=f"{plan.digest}:{target.replica}",
+        incident_id=str(plan.incident_id),
+        replica=str(target.replica),
+        incarnation=target.incarnation,
+        node=str(target.node),
+        because=plan.because,
+        members=tuple(sorted(ours, key=lambda m: m.rank)),
+        others=tuple(m for _, m in known if m.replica != target.replica),
+        leave_node=plan.action is ActionKind.REPLACE_NODE,
+        begun=begun,
+    )
+
+
 def calls_of(target: Target, order: Order) -> tuple[list[Call], str]:
     """A dry run: the calls that would change something, and how it ends. Calls that only read are made, unless they
     would wait for what the others change. Raises ActuatorError: the target refuses, with why."""
@@ -213,5 +215,5 @@ def calls_of(target: Target, order: Order) -> tuple[list[Call], str]:
             return changing, str(e.value)
         if call.changes:
             changing.append(call)
-        reply = call.assumed or (Reply(status=0) if call.changes else _made(replace(call, after_seconds=0.0)))
+        reply = call.assumed or (call.success if call.changes else _made(replace(call, after_seconds=0.0)))
     raise ActuatorError(f"given up after {CALLS_MAX} calls")

@@ -10,6 +10,7 @@ A replica serves while each rank that its largest incarnation had runs; once one
 
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -204,7 +205,14 @@ class ObservedFleet:
 
     def _to_json(self) -> str:
         kept = {
-            replica: [c.incarnation, c.expected, [[rank, p.node, p.pid, p.start_ticks] for rank, p in c.ranks.items()]]
+            replica: [
+                c.incarnation,
+                c.expected,
+                [
+                    [rank, p.node, p.pid, p.start_ticks, self._jobs.get(p, ""), p not in c.ended]
+                    for rank, p in c.ranks.items()
+                ],
+            ]
             for replica, c in sorted(self._replicas.items())
         }
         return json.dumps(kept, separators=(",", ":"))
@@ -212,17 +220,17 @@ class ObservedFleet:
     def _read(self) -> None:
         """What an earlier watch counted: its processes keep their numbers."""
         try:
-            kept = json.loads(self._journal.flag(FLAG) or "{}")
-            for replica, (incarnation, expected, ranks) in kept.items():
-                counted = _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
-                for rank, node, pid, start_ticks in ranks:
-                    process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
-                    counted.ranks[rank] = process
-                    self._of[process] = replica, incarnation
-                self._replicas[replica] = counted
+            for replica, incarnation, expected, rank, process, job, lives in _kept(self._journal):
+                counted = self._replicas.setdefault(
+                    replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
+                )
+                counted.ranks[rank] = process
+                counted.ended |= set() if lives else {process}
+                self._of[process] = replica, incarnation
+                self._jobs[process] = job
         except (JournalError, ValueError, TypeError, AttributeError) as e:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
-            self._replicas, self._of = {}, {}
+            self._replicas, self._of, self._jobs = {}, {}, {}
 
 
 def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
@@ -236,3 +244,20 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
         rendezvous=registered.rendezvous,
         registered_at=registered.at,
     )
+
+
+def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, str, bool]]:
+    """(replica, incarnation, expected ranks, rank, process, job, whether it lives) as the newest watch has counted.
+    Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
+    for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
+        for rank, node, pid, start_ticks, job, lives in ranks:
+            process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
+            yield replica, incarnation, expected, rank, process, job, lives
+
+
+def kept_members(journal: Journal) -> list[tuple[int, Member]]:
+    """(incarnation, process) of all that ran when the newest watch last looked; none if nothing was kept."""
+    try:
+        return [(n, _member(replica, rank, p, job)) for replica, n, _, rank, p, job, lives in _kept(journal) if lives]
+    except (ValueError, TypeError, AttributeError):
+        return []

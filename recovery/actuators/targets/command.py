@@ -33,11 +33,7 @@ class Command:
             raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to end")
         first = order.members[0]
         fields = {
-            "replica": order.replica,
-            "role": order.role,
-            "index": order.index,
-            "incarnation": order.incarnation,
-            "node": order.node,
+            **order.fields,
             "rank": first.rank,
             "pid": first.pid,
             "start_ticks": first.start_ticks,

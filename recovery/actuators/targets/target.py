@@ -1,6 +1,6 @@
 """A target: the system that runs the job's processes and can replace one unit of them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,17 @@ class Order:
     def nodes(self) -> tuple[str, ...]:
         """Of the members, each once."""
         return tuple(sorted({m.node for m in self.members}))
+
+    @property
+    def fields(self) -> Mapping[str, str | int]:
+        """For templates of names in the configuration."""
+        return {
+            "replica": self.replica,
+            "role": self.role,
+            "index": self.index,
+            "incarnation": self.incarnation,
+            "node": self.node,
+        }
 
 
 def filled(template: str, member: Member) -> str:

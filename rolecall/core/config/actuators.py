@@ -10,11 +10,12 @@ from rolecall.core.config.section import Seconds, Section
 COMMAND_FIELDS = frozenset(
     {"replica", "role", "index", "incarnation", "node", "rank", "pid", "start_ticks", "job", "incident", "because"}
 )
+REPLICA_FIELDS = frozenset({"replica", "role", "index", "incarnation", "node"})
 MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
-"""Of templates that name where a replica runs."""
+"""Of templates that name where a replica's process runs."""
 
 
-def _checked_template(text: str, fields: frozenset[str]) -> str:
+def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
     """Raises ValueError: it has a field that is not known, or is no template."""
     for _, name, _, _ in Formatter().parse(text):
         if name is not None and name not in fields:
@@ -50,6 +51,62 @@ class CommandActuator(Section):
         if argv is not None and (not argv or not argv[0]):
             raise ValueError("expected a program and its arguments")
         return argv
+
+
+class ProcessesActuator(Section):
+    """Ends the replica's processes, with their descendants, and leaves the rest to what started them: a launcher, or
+    the framework's own monitor (slime with `--use-fault-tolerance`, NeMo-RL with `generation_fleet_health`)."""
+
+    kind: Literal["processes"]
+    run_on_node: tuple[str, ...] = ()
+    """How a command is run on {node}, as [ssh, "{node}"]. Empty: all processes are on this machine."""
+    program: Annotated[tuple[str, ...], Field(min_length=1)] = ("rolecall",)
+    """The command line of rolecall there: `rolecall node end PID --start-ticks TICKS` is run for each process. It ends
+    no other process that has the PID by now."""
+    roles: tuple[str, ...] = ()
+    """Only replicas of these roles may be replaced, as [rollout]. Empty: of every role."""
+    grace_seconds: Annotated[float, Field(ge=0, le=600)] = 0.0
+    """Between SIGTERM and SIGKILL. 0: SIGKILL at once; a stopped process reads no SIGTERM."""
+    call_seconds: Seconds = 30.0
+    """Of the end of one process, the way to its node included."""
+
+    @field_validator("run_on_node")
+    @classmethod
+    def _templates(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_checked_template(text, frozenset({"node"})) for text in argv)
+
+
+class MilesActuator(Section):
+    """miles: suspends the replica's cell and resumes it, through the control server of the job."""
+
+    kind: Literal["miles"]
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Of the control server (`--control-server-port`), as http://head:18080."""
+    cells: dict[str, str] = Field(default={"trainer": "actor-{index}", "rollout": "rollout-{index}"})
+    """Role -> name of the cell of a replica. Replicas of other roles are refused."""
+    poll_seconds: Seconds = 1.0
+    """Between two looks at the cell until it is suspended."""
+
+    @field_validator("cells")
+    @classmethod
+    def _templates(cls, cells: dict[str, str]) -> dict[str, str]:
+        return {role: _checked_template(text, REPLICA_FIELDS) for role, text in cells.items()}
+
+
+class TorchftActuator(Section):
+    """torchft: the lighthouse asks a replica group to end; its launcher starts it again, and it heals from a peer."""
+
+    kind: Literal["torchft"]
+    url: Annotated[str, Field(pattern=r"^https?://")]
+    """Of the lighthouse, as http://head:29510."""
+    groups: dict[str, str] = Field(default={"trainer": "{index}"})
+    """Role -> replica id of a replica's group, without the part after the colon that torchft adds. Replicas of other
+    roles are refused."""
+
+    @field_validator("groups")
+    @classmethod
+    def _templates(cls, groups: dict[str, str]) -> dict[str, str]:
+        return {role: _checked_template(text, REPLICA_FIELDS) for role, text in groups.items()}
 
 
 class SlurmActuator(Section):
@@ -140,5 +197,12 @@ class KubeRayActuator(_KubernetesApi):
 
 
 ActuatorConfig = Annotated[
-    CommandActuator | SlurmActuator | KubernetesActuator | KubeRayActuator, Field(discriminator="kind")
+    CommandActuator
+    | ProcessesActuator
+    | SlurmActuator
+    | KubernetesActuator
+    | KubeRayActuator
+    | MilesActuator
+    | TorchftActuator,
+    Field(discriminator="kind"),
 ]

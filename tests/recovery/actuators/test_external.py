@@ -16,7 +16,7 @@ from rolecall.core.journal.payloads import CallEnded, CallStarted
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply
-from rolecall.recovery.actuators.external import ExternalActuator, calls_of
+from rolecall.recovery.actuators.external import ExternalActuator, calls_of, order_of
 from rolecall.recovery.actuators.targets.target import Member, Order
 from tests.support import eventually
 
@@ -236,7 +236,7 @@ def test_what_else_a_replacement_takes_down_is_told(world: World) -> None:
 
 
 def test_a_dry_run_reads_and_changes_nothing(world: World) -> None:
-    order = world.actuator.order(plan(("rollout/1", 1)), plan(("rollout/1", 1)).targets[0])
-    calls, ends = calls_of(world.target, order)
+    one = plan(("rollout/1", 1))
+    calls, ends = calls_of(world.target, order_of(one, one.targets[0], world.members))
     assert [c.shown for c in calls] == ["do drain", "do end"] and ends == "rollout/1 ended"
     assert world.target.made == ["read"] and world.calls() == []

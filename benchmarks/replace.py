@@ -1,0 +1,221 @@
+"""Replicas of a job that rolecall did not start are replaced: how often, how fast, and is anything else touched?
+
+    python benchmarks/replace.py processes
+    PYTHONPATH=FOLDER python benchmarks/replace.py torchft       FOLDER: with torchft's packages
+
+A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
+beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
+main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
+a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
+
+A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
+is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import common
+
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.testing.watched_job import STEPS, WatchedJob
+
+LINES = common.RESULTS / "replace.jsonl"
+REPLICAS = tuple(f"rollout/{n}" for n in range(4))
+START_SECONDS, CASE_SECONDS = 120.0, 180.0
+REST_SECONDS = 5.0
+"""Between two faults: the replacement makes progress, and its deadlines are known."""
+CONFIG = """
+recovery: {{mode: act, evictions_per_hour_max: 1000, retries_per_replica_max: 100, verification_timeout_seconds: 60}}
+actuator: {actuator}
+"""
+LIGHTHOUSE = """
+import sys, threading
+from torchft._torchft import LighthouseServer
+server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=2000)
+port = server.address().rpartition(":")[2]
+with open(sys.argv[1] + ".new", "w") as f:
+    f.write(f"http://127.0.0.1:{port}")
+import os
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+threading.Event().wait()
+"""
+MEMBER = """
+import os, uuid
+from datetime import timedelta
+from torchft._torchft import ManagerClient, ManagerServer
+second = timedelta(seconds=1)
+name = os.environ["ROLECALL_REPLICA"].replace("/", "_") + ":" + str(uuid.uuid4())
+server = ManagerServer(
+    replica_id=name, lighthouse_addr=os.environ["LIGHTHOUSE"], hostname="127.0.0.1", bind="127.0.0.1:0",
+    store_addr="127.0.0.1:1", world_size=1, heartbeat_interval=0.2 * second, connect_timeout=10 * second,
+    quorum_retries=0,
+)
+client = ManagerClient("http://127.0.0.1:" + server.address().rpartition(":")[2], connect_timeout=10 * second)
+def quorum(step):
+    try:
+        client._quorum(
+            group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=20 * second, commit_failures=0,
+            reconfigure_handle="",
+        )
+    except (RuntimeError, TimeoutError):
+        pass  # a member left meanwhile
+"""
+"""Before the steps of a member of torchft's quorum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    number: int
+    replica: str
+    fault: str
+
+
+def cases(target: str, seed: int, number: int) -> Iterator[Case]:
+    rng = random.Random(f"replace-{target}-{seed}")
+    faults = ("lock",) if target == "torchft" else ("stop", "lock")
+    for n in range(number):
+        yield Case(n, rng.choice(REPLICAS), faults[n % len(faults)])
+
+
+def actuator(target: str, lighthouse: str) -> str:
+    if target == "torchft":
+        groups = {"rollout": "rollout_{index}"}
+        return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups})
+    return json.dumps({"kind": "processes", "program": [sys.executable, "-m", "rolecall"]})
+
+
+def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
+    """Runs the cases in one job; yields a line for each."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
+    lighthouse, code = "", STEPS
+    if target == "torchft":
+        told = folder / "lighthouse"
+        log = stack.enter_context((folder / "lighthouse.log").open("wb"))
+        process = subprocess.Popen([sys.executable, "-c", LIGHTHOUSE, str(told)], stdout=log, stderr=log)
+        stack.callback(process.wait, START_SECONDS)
+        stack.callback(process.kill)
+        common.until("the lighthouse serves", START_SECONDS, lambda: told.exists() or None)
+        lighthouse, code = told.read_text(), MEMBER + STEPS.replace("time.sleep(0.02)", "quorum(n); time.sleep(0.02)")
+    job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
+    stack.callback(job.close)
+    job.start_agent()
+    common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
+    job.start_replicas()
+    job.start_watch(CONFIG.format(actuator=actuator(target, lighthouse)))
+    common.until("all replicas are counted", START_SECONDS, lambda: len(job.pids()) == len(REPLICAS) or None)
+    common.until("deadlines are learned", START_SECONDS, lambda: job.has_learned or None)
+    for case in wanted:
+        time.sleep(REST_SECONDS)
+        before, num_closed = job.pids(), len(job.events(EventKind.INCIDENT_CLOSED))
+        began = time.time()
+        os.kill(before[case.replica][1], signal.SIGSTOP if case.fault == "stop" else signal.SIGUSR1)
+        deadline = time.monotonic() + CASE_SECONDS
+        while len(job.events(EventKind.INCIDENT_CLOSED)) == num_closed and time.monotonic() < deadline:
+            time.sleep(0.2)
+        yield {"fault": case.fault, "number": case.number, "replica": case.replica} | judged(
+            case, began, before, job.pids(), [e for kind in KINDS for e in job.events(kind)]
+        )
+
+
+KINDS = (EventKind.INCIDENT_OPENED, EventKind.INCIDENT_VERIFIED, EventKind.INCIDENT_CLOSED)
+
+
+def judged(
+    case: Case,
+    began: float,
+    before: dict[str, tuple[int, int]],
+    after: dict[str, tuple[int, int]],
+    events: Sequence[Event],
+) -> dict[str, Any]:
+    """`before`, `after`: replica -> (incarnation, PID). `events`: of incidents; those before `began` are left out."""
+    since = [e for e in events if e.wall_at >= began]
+    opened = [e for e in since if isinstance(e.payload, IncidentOpened)]
+    verified = [e for e in since if isinstance(e.payload, IncidentVerified)]
+    closed = [e for e in since if isinstance(e.payload, IncidentClosed)]
+    named = sorted({s.replica for e in opened for s in e.as_(IncidentOpened).diagnosis.suspects})
+    others = sorted(r for r in before if r != case.replica and before[r] != after.get(r))
+    outcome = closed[0].as_(IncidentClosed) if closed else None
+    right = outcome is not None and outcome.outcome == "resolved" and named == [case.replica] and not others
+    return {
+        "right": right and after[case.replica][1] != before[case.replica][1],
+        "named": named,
+        "others_touched": others,
+        "outcome": outcome.outcome if outcome else "not closed",
+        "because": "" if right else (outcome.because if outcome else ""),
+        "found_seconds": round(opened[0].wall_at - began, 2) if opened else None,
+        "verified_seconds": round(verified[0].wall_at - began, 2) if verified else None,
+    }
+
+
+def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
+    seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
+    versions = ", ".join(sorted({x["version"] for x in lines if x["version"]}))
+    about = f"{len(REPLICAS)} replicas of one process each, mode act{', ' if versions else ''}{versions}"
+    text = common.header("Replicas of a watched job, replaced", about, seeds, of_commit)
+    text += [
+        "Seconds from the fault: median, worst. Right: resolved, the right replica named, no other one touched.",
+        "",
+        "| target | fault | n | right | others touched | found | seen to work again |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for target, fault in sorted({(x["target"], x["fault"]) for x in lines}):
+        group = [x for x in lines if (x["target"], x["fault"]) == (target, fault)]
+        cells = []
+        for key in ("found_seconds", "verified_seconds"):
+            known = [x[key] for x in group if x[key] is not None]
+            cells.append(f"{statistics.median(known):.1f}, {max(known):.1f}" if known else "-")
+        touched = sum(len(x["others_touched"]) for x in group)
+        right = sum(x["right"] for x in group)
+        text.append(f"| {target} | {fault} | {len(group)} | {right} | {touched} | {' | '.join(cells)} |")
+    for x in lines:
+        if not x["right"]:
+            case = f"{x['target']} {x['fault']} {x['number']}"
+            text += ["", f"Not right: {case}: {x['outcome']}, {x['named']}, {x['because']}"]
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", choices=("processes", "torchft"))
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    of_commit = common.commit()
+    for target in options.targets:
+        try:
+            of_target = f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
+        except PackageNotFoundError:
+            of_target = "torchft of unknown version"
+        key = {"commit": of_commit, "target": target, "seed": options.seed, "version": of_target}
+        with ExitStack() as stack:
+            for line in run(target, options.seed, list(cases(target, options.seed, options.cases)), stack):
+                with LINES.open("a") as file:
+                    file.write(json.dumps(key | line) + "\n")
+                print(target, line, flush=True)
+    lines = [json.loads(text) for text in LINES.read_text().splitlines()] if LINES.exists() else []
+    of_this = [x for x in lines if x["commit"] == of_commit]
+    if not of_this:
+        print("no case of this commit")
+        return 1
+    print(common.write("replace", report(of_this, of_commit)))
+    return 0 if all(x["right"] for x in of_this) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,17 +1,25 @@
-"""A real Slurm on loopback: munged, slurmctld, and one slurmd for each of several nodes, in a folder of their own."""
+"""A real Slurm on loopback (munged, slurmctld, and one slurmd for each of several nodes), and a job of rolecall's tests
+on it: each replica is a Slurm job of its own. Everything is in one folder, and ends with `close`.
+"""
 
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-import pytest
+from rolecall.testing.watched_job import STEPS, WatchedJob
 
-from tests.support import PATIENCE_SECONDS, eventually
+COMMAND_SECONDS: Final = 30.0
+START_SECONDS: Final = 60.0
+END_SECONDS: Final = 15.0
+PAUSE_SECONDS: Final = 0.1
 
 PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "scontrol", "sbatch", "srun", "scancel")
 CONFIG: Final = """
@@ -56,15 +64,14 @@ def _program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
 
 
-class Slurm:
+class SlurmCluster:
     """`nodes`: their names. `environment`: with it Slurm's commands reach this cluster."""
 
     def __init__(self, folder: Path, num_nodes: int) -> None:
-        if why := missing():
-            pytest.skip(why)
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.nodes = tuple(f"n{k}" for k in range(1, num_nodes + 1))
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "LC_ALL": "C"}
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -82,12 +89,20 @@ class Slurm:
         munge = [f"--{what}={self.folder}/munge.{what.split('-')[0]}" for what in ("socket", "pid-file", "log-file")]
         munge += [f"--key-file={key}", f"--seed-file={self.folder}/munge.seed"]
         self._start("munged", "--foreground", "--force", *munge)
-        eventually((self.folder / "munge.socket").exists, "munged listens")
+        self._wait((self.folder / "munge.socket").exists, "munged listens", START_SECONDS)
         self._start("slurmctld", "-D", "-i")
         for node in self.nodes:
             (self.folder / f"spool-{node}").mkdir()
             self._start("slurmd", "-D", "-N", node)
-        eventually(self._is_up, f"the nodes are idle; {self._logs()}")
+        self._wait(self._is_up, "the nodes are idle", START_SECONDS)
+
+    def _wait(self, until: Callable[[], bool], what: str, seconds: float) -> None:
+        """Raises TimeoutError: not within `seconds`."""
+        ends = time.monotonic() + seconds
+        while not until():
+            if time.monotonic() > ends:
+                raise TimeoutError(f"not within {seconds:g} s: {what}; {self._logs()}")
+            time.sleep(PAUSE_SECONDS)
 
     def _start(self, program: str, *arguments: str) -> None:
         path = _program(program)
@@ -97,7 +112,7 @@ class Slurm:
             self._started.append(
                 subprocess.Popen(
                     [path, *arguments],
-                    env=self.environment,
+                    env={**os.environ, **self.environment},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -108,7 +123,7 @@ class Slurm:
     def _is_up(self) -> bool:
         for process in self._started:
             if process.poll() is not None:
-                raise AssertionError(f"{process.args} has ended: {self._logs()}")
+                raise OSError(f"{process.args!r} has ended: {self._logs()}")
         try:
             return self.run("sinfo", "--noheader", "--format=%T").split() == ["idle"] and len(
                 self.run("sinfo", "--noheader", "--Node", "--format=%N").split()
@@ -124,8 +139,10 @@ class Slurm:
         )
 
     def run(self, *argv: str) -> str:
+        """Output of one of Slurm's commands. Raises CalledProcessError: it ended with another code than 0."""
+        environment = {**os.environ, **self.environment, "LC_ALL": "C"}
         done = subprocess.run(
-            argv, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+            argv, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
         if done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
@@ -145,19 +162,57 @@ class Slurm:
 
     def close(self) -> None:
         try:
-            self.run("scancel", "--signal=KILL", "--user=root")
+            self.run("scancel", "--user=root", "--signal=KILL")
             self.run("scancel", "--user=root")
-            eventually(lambda: not self.run("squeue", "--noheader").strip(), "the jobs have ended", seconds=20)
-        except (subprocess.SubprocessError, OSError, AssertionError):
+            self._wait(lambda: not self.run("squeue", "--noheader").strip(), "the jobs have ended", END_SECONDS)
+        except (subprocess.SubprocessError, OSError):
             pass  # the daemons end anyway
         for process in reversed(self._started):
             process.send_signal(signal.SIGTERM)
         for process in reversed(self._started):
             try:
-                process.wait(10)
+                process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(10)
+                process.wait(END_SECONDS)
+
+
+class SlurmJobs(WatchedJob):
+    """An agent for each node of the cluster, and a requeueable Slurm job for each replica."""
+
+    def __init__(self, folder: Path, cluster: SlurmCluster, replicas: tuple[str, ...]) -> None:
+        super().__init__(folder, replicas, STEPS, cluster.environment)
+        self._cluster = cluster
+        self.jobs: dict[str, int] = {}  # replica -> number of its Slurm job
+        (folder / "worker.py").write_text(STEPS)
+
+    def start_agent(self) -> None:
+        config = self.folder / "agent.yaml"
+        config.write_text("jobs: {enabled: false}\n")  # all nodes are this machine: each agent would find all ranks
+        for node in self._cluster.nodes:
+            folder = self.folder / f"agent-{node}"
+            folder.mkdir()
+            options = ["--config", str(config), "--node", node, "--data-dir", str(folder), "--port", "0"]
+            self.start([sys.executable, "-m", "rolecall.agent", *options])
+
+    @property
+    def agent_url(self) -> str:
+        found = []
+        for node in self._cluster.nodes:
+            try:
+                found.append(str(json.loads((self.folder / f"agent-{node}" / "agent.json").read_text())["url"]))
+            except (OSError, ValueError, KeyError):
+                return ""
+        return ",".join(found)
+
+    def start_replicas(self, options: Sequence[str] = ("--requeue", "--ntasks=1")) -> None:
+        script = (
+            "#!/bin/sh\n"
+            f"export ROLECALL_AGENT_DIR={self.folder}/agent-$SLURMD_NODENAME ROLECALL_ROLE=rollout\n"
+            f"srun --ntasks=1 {sys.executable} {self.folder}/worker.py\n"
+        )
+        for replica in self.replicas:
+            self.jobs[replica] = self._cluster.submit(script, *options, ROLECALL_REPLICA=replica)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import InvalidId, JournalError
@@ -35,8 +35,7 @@ SEEN = "as its processes were seen"
 One = TypeVar("One", ProcessSample, AgentEvent)
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
+class _Registered(NamedTuple):
     """`at`: wall seconds of its node."""
 
     job: str
@@ -209,7 +208,7 @@ class ObservedFleet:
                 c.incarnation,
                 c.expected,
                 [
-                    [rank, p.node, p.pid, p.start_ticks, self._jobs.get(p, ""), p not in c.ended]
+                    [rank, p.node, p.pid, p.start_ticks, *self._registered.get(p, _UNKNOWN), p not in c.ended]
                     for rank, p in c.ranks.items()
                 ],
             ]
@@ -220,17 +219,17 @@ class ObservedFleet:
     def _read(self) -> None:
         """What an earlier watch counted: its processes keep their numbers."""
         try:
-            for replica, incarnation, expected, rank, process, job, lives in _kept(self._journal):
+            for replica, incarnation, expected, rank, process, registered, lives in _kept(self._journal):
                 counted = self._replicas.setdefault(
                     replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
                 )
                 counted.ranks[rank] = process
                 counted.ended |= set() if lives else {process}
                 self._of[process] = replica, incarnation
-                self._jobs[process] = job
+                self._registered[process] = registered
         except (JournalError, ValueError, TypeError, AttributeError) as e:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
-            self._replicas, self._of, self._jobs = {}, {}, {}
+            self._replicas, self._of, self._registered = {}, {}, {}
 
 
 def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
@@ -246,18 +245,26 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
     )
 
 
-def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, str, bool]]:
-    """(replica, incarnation, expected ranks, rank, process, job, whether it lives) as the newest watch has counted.
+def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
+    """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch has counted.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
     for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
-        for rank, node, pid, start_ticks, job, lives in ranks:
+        for rank, node, pid, start_ticks, job, rendezvous, at, lives in ranks:
             process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
-            yield replica, incarnation, expected, rank, process, job, lives
+            yield (
+                replica,
+                incarnation,
+                expected,
+                rank,
+                process,
+                _Registered(str(job), str(rendezvous), float(at)),
+                lives,
+            )
 
 
 def kept_members(journal: Journal) -> list[tuple[int, Member]]:
     """(incarnation, process) of all that ran when the newest watch last looked; none if nothing was kept."""
     try:
-        return [(n, _member(replica, rank, p, job)) for replica, n, _, rank, p, job, lives in _kept(journal) if lives]
+        return [(n, _member(replica, rank, p, it)) for replica, n, _, rank, p, it, lives in _kept(journal) if lives]
     except (ValueError, TypeError, AttributeError):
         return []

@@ -209,15 +209,13 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
         here = [p for p in pods if not p.ended and member.node in (p.name, p.node)]
         if not here:
             raise ActuatorError(f"no pod of {where} holds {words}")
-        old = [p for p in here if 0 < p.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS]
-        if not old:
-            newest = max(here, key=lambda p: p.started_at)
-            state = "started after it" if newest.started_at else f"is {newest.phase or 'in no phase'}"
-            raise ActuatorError(f"pod {newest.name} (UID {newest.uid}) does not hold {words}: it {state}")
-        if len(old) > 1:
-            names = ", ".join(sorted(p.name for p in old))
-            raise ActuatorError(f"cannot tell which pod holds {words}: {names}")
-        if found.setdefault(member.node, old[0]) != old[0]:
+        if len(here) > 1:
+            raise ActuatorError(f"cannot tell which pod holds {words}: {', '.join(sorted(p.name for p in here))}")
+        (pod,) = here
+        if not 0 < pod.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS:
+            state = "started after it" if pod.started_at else f"is {pod.phase or 'in no phase'}"
+            raise ActuatorError(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
+        if found.setdefault(member.node, pod) != pod:
             raise ActuatorError(f"ranks of {order.replica} on {member.node} are in several pods")
     return found
 

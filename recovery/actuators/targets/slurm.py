@@ -132,9 +132,26 @@ class Slurm:
             now = yield from self._job(number, f"ended-{n}", wait=n, assumed=Reply(status=0, text=assumed))
             if now is None or (now.state in _ENDED and now.restarts == job.restarts):
                 raise ActuatorError(f"Slurm job {job.name} has ended, and was not requeued{drained}")
-            if now.restarts != job.restarts or now.started_at > job.started_at:
-                return f"Slurm job {job.name} was requeued{drained}"
+            is_another = now.restarts != job.restarts or now.started_at > job.started_at
+            if is_another and now.state != "COMPLETING":
+                started = "" if now.state != "PENDING" else (yield from self._start_now(job.name))
+                return f"Slurm job {job.name} was requeued{started}{drained}"
         raise AssertionError
+
+    def _start_now(self, name: str) -> Generator[Call, Reply, str]:
+        """Ends the two minutes for which Slurm keeps a requeued job from starting. What was done, for a sentence."""
+        if not self._config.start_now:
+            return ""
+        reply = yield self._scontrol(
+            "start",
+            f"let Slurm job {name} start now",
+            "update",
+            f"jobid={name}",
+            "starttime=now",
+            changes=True,
+            repeatable=True,
+        )
+        return "" if reply.status == 0 else f", and may start only in two minutes ({reply.shown})"
 
     def _job(
         self, number: str, key: str, wait: int = -1, assumed: Reply | None = None

@@ -97,12 +97,13 @@ class FakeKubernetes:
     def uid(self, name: str) -> str:
         return str(self.pods[name]["metadata"]["uid"])
 
-    def replace_pod(self, name: str) -> None:
-        """Its controller ends it and makes another one that starts now."""
+    def replace_pod(self, name: str) -> str:
+        """Its controller ends it and makes another one that starts now. Returns the name of that."""
         old = self.pods.pop(name)
         owner = (old["metadata"]["ownerReferences"] or [{"kind": ""}])[0]["kind"]
         again = name if owner == "StatefulSet" else f"{name[:20]}-{next(self._numbers)}"
         self.pod(again, old["spec"]["nodeName"], started_at=NOW + 60, owner=owner, labels=old["metadata"]["labels"])
+        return again
 
     # --- the API ------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class FakeSlurm:
         self.nodes = {node: "MIXED" for job in jobs for node in job.nodes}
         self.ended: list[tuple[str, int]] = []
         self.drained: list[str] = []
+        self.may_start = True
         self._starts = itertools.count(int(NOW) + 60)
 
     def reply(self, call: Call) -> Reply:
@@ -69,6 +70,7 @@ class FakeSlurm:
         job.restarts += 1
         job.start = next(self._starts)
         job.steps = {number: job.start for number in job.steps}
+        job.state = "RUNNING"
 
     def run(self, argv: tuple[str, ...]) -> tuple[int, str]:
         match argv:
@@ -97,11 +99,15 @@ class FakeSlurm:
                 self.nodes[node.removeprefix("nodename=")] += "+DRAIN"
                 self.drained.append(node.removeprefix("nodename="))
                 return 0, ""
+            case ("scontrol", "update", name, "starttime=now"):
+                assert name.removeprefix("jobid=") in {j.called for j in self.jobs.values()}
+                return (0, "") if self.may_start else (1, "Access/permission denied")
             case ("scontrol", "requeue", name):
                 for job in self.jobs.values():
                     if name == job.called or (job.array and name == str(job.array[0])):
                         self.ended.append((job.called, job.start))
                         self.start_again(job)
+                        job.state = "PENDING"
                 return 0, ""
             case ("scancel", name):
                 number, _, step = name.partition(".")

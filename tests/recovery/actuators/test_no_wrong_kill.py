@@ -86,8 +86,20 @@ def test_pods(kind: str) -> None:
         else:
             target = KubeRay(KubeRayActuator.model_validate({"kind": kind, **place, "cluster": "ray"}))
 
-        def change(call: Call, fake: FakeKubernetes = fake, rng: random.Random = rng) -> None:
-            fake.replace_pod(rng.choice(sorted(fake.pods)))
+        others = {name for name in whole if name != pods[mine]}
+
+        def change(
+            call: Call,
+            fake: FakeKubernetes = fake,
+            rng: random.Random = rng,
+            others: set[str] = others,
+            may_end: set[str] = may_end,
+        ) -> None:
+            name = rng.choice(sorted(fake.pods))
+            again = fake.replace_pod(name)
+            if name in others:  # a host of the same replica, which ends as a whole
+                others.add(again)
+                may_end.add(fake.uid(again))
 
         it = drive(target.replace(given), troubled(rng, fake.reply, HTTP_FAULTS, change))
         assert set(fake.ended) <= may_end, (seed, it)

@@ -37,8 +37,18 @@ def test_the_job_is_requeued(fake: FakeSlurm) -> None:
     start = fake.jobs[12].start
     it = drive(slurm().replace(asked()), fake.reply)
     assert it.done == "Slurm job 12 was requeued" and fake.ended == [("12", start)] and not fake.drained
-    assert it.changing == ["scontrol requeue 12"]
+    assert it.changing == ["scontrol requeue 12", "scontrol update jobid=12 starttime=now"]
     assert all(c.repeatable for c in it.calls if c.changes)
+
+
+def test_a_job_that_may_not_start_at_once_was_replaced_all_the_same(fake: FakeSlurm) -> None:
+    fake.may_start = False
+    it = drive(slurm().replace(asked()), fake.reply)
+    assert (
+        it.done == "Slurm job 12 was requeued, and may start only in two minutes (status 1: Access/permission denied)"
+    )
+    it = drive(slurm(start_now=False).replace(asked(0)), fake.reply)
+    assert it.changing == ["scontrol requeue 11"]
 
 
 def test_processes_that_register_themselves_tell_job_and_step_apart(fake: FakeSlurm) -> None:
@@ -52,8 +62,9 @@ def test_the_node_is_drained_before_the_job_is_requeued_and_once(fake: FakeSlurm
     assert it.changing == [
         "/opt/slurm/bin/scontrol update nodename=n-1 state=drain " + shlex.quote(f"reason=rolecall inc-1-x: {BECAUSE}"),
         "/opt/slurm/bin/scontrol requeue 12",
+        "/opt/slurm/bin/scontrol update jobid=12 starttime=now",
     ]
-    fake.jobs[12].start = int(NOW) - 60
+    fake.jobs[12].start, fake.jobs[12].state = int(NOW) - 60, "RUNNING"
     it = drive(slurm().replace(asked(leave_node=True)), fake.reply)
     assert it.done == "Slurm job 12 was requeued; n-1 was mixed+drain already" and fake.drained == ["n-1"]
 
@@ -74,7 +85,7 @@ def test_a_job_of_an_array_is_requeued_alone() -> None:
 
 def test_the_name_of_a_job_changes_nothing() -> None:
     fake = FakeSlurm(Job(12, ["n-1"], name="x ArrayJobId=99 ArrayTaskId=1 HetJobId=3 JobState=FAILED Restarts=5"))
-    assert drive(slurm().replace(asked()), fake.reply).changing == ["scontrol requeue 12"]
+    assert drive(slurm().replace(asked()), fake.reply).changing[0] == "scontrol requeue 12"
 
 
 def test_a_step_is_ended_and_its_job_goes_on(fake: FakeSlurm) -> None:
@@ -162,7 +173,7 @@ def test_processes_whose_job_is_not_known_stay(
 
 def test_torchrun_may_carry_the_number_of_its_job(fake: FakeSlurm) -> None:
     given = order(member("rollout/1", "n-1", job="12", rendezvous="n-1:29500"))
-    assert drive(slurm(job="{job}").replace(given), fake.reply).changing == ["scontrol requeue 12"]
+    assert drive(slurm(job="{job}").replace(given), fake.reply).changing[0] == "scontrol requeue 12"
 
 
 def test_a_replica_in_several_jobs_stays(fake: FakeSlurm) -> None:

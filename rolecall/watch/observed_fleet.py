@@ -246,7 +246,7 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
 
 
 def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
-    """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch has counted.
+    """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
     for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
         for rank, node, pid, start_ticks, job, rendezvous, at, lives in ranks:

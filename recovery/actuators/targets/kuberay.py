@@ -74,9 +74,24 @@ class KubeRay:
             if not order.begun:
                 raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to delete")
             return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended"))
+        asked: dict[str, list[Pod]] = {}
+        try:
+            return (yield from self._delete(order, asked))
+        except ActuatorError:
+            for group, pods in asked.items():
+                yield from self._clear(group, tuple(p.name for p in pods))
+            raise
+
+    def _delete(self, order: Order, asked: dict[str, list[Pod]]) -> Procedure:
+        """`asked`: group -> pods whose deletion was asked for without an answer; whether it was is then seen."""
         done, tried = "", Reply(status=REFUSED)
         for n in range(TRIES_MAX):
             cluster = yield from self._cluster(f"cluster-{n}")
+            for name, pods in asked.items():
+                names, group = tuple(p.name for p in pods), self._groups(cluster).get(name)
+                if group is not None and group.listed == names:
+                    asked.clear()
+                    return (yield from self._wait_and_clear(cluster, group, names, pods, done))
             pods, by_node = yield from self._find(order, n)
             group = self._group_of(cluster, pods)
             names = tuple(p.name for p in pods)
@@ -99,8 +114,11 @@ class KubeRay:
                 {"op": "add", "path": f"{_at(group)}/scaleStrategy", "value": {"workersToDelete": list(names)}},
             )
             if tried.status == 200:
+                asked.clear()
                 return (yield from self._wait_and_clear(cluster, group, names, pods, done))
-            if tried.status not in (CONFLICT, TEST_FAILED) and not unavailable(tried):
+            if unavailable(tried):
+                asked[group.name] = pods
+            elif tried.status not in (CONFLICT, TEST_FAILED):
                 break
         raise ActuatorError(f"{self._words} was not changed: {said(tried)}{done}")
 
@@ -213,14 +231,17 @@ class KubeRay:
     def _wait_and_clear(
         self, cluster: dict[str, Any], group: _Group, names: tuple[str, ...], pods: Sequence[Pod], done: str
     ) -> Procedure:
-        left = yield from self._api.wait_until_gone(pods, self._config.wait_seconds)
+        failed, left = "", tuple[str, ...]()
+        try:
+            left = yield from self._api.wait_until_gone(pods, self._config.wait_seconds)
+        except ActuatorError as e:
+            failed = str(e)
         cluster["spec"]["workerGroupSpecs"][group.index]["scaleStrategy"] = {"workersToDelete": list(names)}
         yield from self._clear(group.name, names, Reply(status=200, text=json.dumps(cluster)))
         if left:
-            raise ActuatorError(
-                f"{self._words} has not deleted {', '.join(left)} within {self._config.wait_seconds:g} s; it is no"
-                f" longer asked to{done}"
-            )
+            failed = f"{self._words} has not deleted {', '.join(left)} within {self._config.wait_seconds:g} s"
+        if failed:
+            raise ActuatorError(f"{failed}; it is no longer asked to{done}")
         return f"{self._words} deleted {', '.join(p.name for p in pods)}{done}"
 
     def _clear(self, name: str, names: tuple[str, ...], assumed: Reply | None = None) -> Generator[Call, Reply, None]:

@@ -124,8 +124,8 @@ class SlurmActuator(Section):
     """For a fault that stays with the node: its node is drained (`scontrol update state=drain`) before the job is
     requeued; this needs a Slurm operator. false: such faults page on-call."""
     start_now: bool = True
-    """A requeued job may start as soon as its processes have ended (`scontrol update starttime=now`). false: after the two
-    minutes for which Slurm holds it back."""
+    """A requeued job may start as soon as its processes have ended (`scontrol update starttime=now`). false: after the
+    two minutes for which Slurm holds it back."""
     programs: str = ""
     """Folder of scontrol and scancel. Empty: found in PATH."""
     call_seconds: Seconds = 30.0

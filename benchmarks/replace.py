@@ -2,11 +2,13 @@
 
     python benchmarks/replace.py processes
     PYTHONPATH=FOLDER python benchmarks/replace.py torchft       FOLDER: with torchft's packages
+    python benchmarks/replace.py slurm                           as root, with the Debian packages slurm-wlm and munge
 
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
 main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
-a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody.
+a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody. slurm: every
+replica is a Slurm job of its own, on a real Slurm of five nodes, all of this machine; jobs are requeued.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
 is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
@@ -103,6 +105,12 @@ def actuator(target: str, lighthouse: str) -> str:
 def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
     """Runs the cases in one job; yields a line for each."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
+    job = _slurm(folder, stack) if target == "slurm" else _job(target, folder, stack)
+    stack.callback(job.close)
+    job.start_agent()
+    common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
+    job.start_replicas()
+    job.start_watch(CONFIG.format(actuator=actuator(target, job.lighthouse)))
     lighthouse, code = "", STEPS
     if target == "torchft":
         told = folder / "lighthouse"

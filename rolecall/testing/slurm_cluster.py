@@ -138,9 +138,10 @@ class SlurmCluster:
             if p.suffix in (".log", ".out")
         )
 
-    def run(self, *argv: str) -> str:
-        """Output of one of Slurm's commands. Raises CalledProcessError: it ended with another code than 0."""
-        environment = {**os.environ, **self.environment, "LC_ALL": "C"}
+    def run(self, *argv: str, **more: str) -> str:
+        """Output of one of Slurm's commands, with `more` in its environment. Raises CalledProcessError: it ended with
+        another code than 0."""
+        environment = {**os.environ, **self.environment, "LC_ALL": "C", **more}
         done = subprocess.run(
             argv, env=environment, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
         )
@@ -157,8 +158,34 @@ class SlurmCluster:
         return int(self.run("sbatch", "--parsable", f"--export={export}", out, *options, str(path)))
 
     def restarts(self, job: int) -> int:
-        text = self.run("scontrol", "show", "job", str(job))
-        return int(text.partition("Restarts=")[2].split()[0])
+        return int(self._shown(job, "Restarts"))
+
+    def started_at(self, job: int) -> float:
+        """Wall seconds; 0: it has not started."""
+        text = self._shown(job, "StartTime", SLURM_TIME_FORMAT="%s")
+        return float(text) if text.isdecimal() else 0.0
+
+    def nodes_of(self, job: int) -> list[str]:
+        return self.run("scontrol", "show", "hostnames", self._shown(job, "NodeList")).split()
+
+    def steps(self, job: int) -> list[str]:
+        """Numbers of those that run, without the batch script."""
+        rows = self.run("squeue", "--noheader", "--steps", "--format=%i").split()
+        found = [number for one, _, number in (row.partition(".") for row in rows) if one in self._names(job)]
+        return sorted(n for n in found if n.isdecimal())
+
+    def _names(self, job: int) -> set[str]:
+        """Its number, and `array_task`."""
+        text = self._record(job)
+        array, task = (text.partition(f"{key}=")[2].split(" ")[0] for key in ("ArrayJobId", "ArrayTaskId"))
+        return {str(job), f"{array}_{task}"}
+
+    def _record(self, job: int, **environment: str) -> str:
+        records = self.run("scontrol", "show", "job", str(job), **environment).split("\n\n")
+        return next(r for r in records if r.split()[:1] == [f"JobId={job}"])
+
+    def _shown(self, job: int, key: str, **environment: str) -> str:
+        return self._record(job, **environment).partition(f" {key}=")[2].split()[0]
 
     def close(self) -> None:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import PurePath
+from typing import Any
 
 from rolecall.core.config.actuators import SlurmActuator
 from rolecall.core.diagnosis import ActionKind
@@ -286,7 +287,7 @@ class Slurm:
             after = WAITS_SECONDS[-1]
         raise AssertionError
 
-    def _scontrol(self, key: str, words: str, *arguments: str, **more: object) -> CommandCall:
+    def _scontrol(self, key: str, words: str, *arguments: str, **more: Any) -> CommandCall:
         return self._command(key, words, "scontrol", *arguments, **more)
 
     def _command(

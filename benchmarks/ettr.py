@@ -375,10 +375,12 @@ def cold_losses(
 
 
 def spread(values: Sequence[float | None], digits: int = 1) -> str:
-    """`median (least to most)`."""
+    """`median (least to most)`; of one value, itself."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"
+    if len(known) == 1:
+        return f"{known[0]:.{digits}f}"
     least, most = (f"{v:.{digits}f}" for v in (min(known), max(known)))
     return f"{statistics.median(known):.{digits}f} ({least} to {most})"
 

@@ -7,8 +7,9 @@
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
 main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
-a real lighthouse, which is asked to end the group; only `lock`, since a stopped manager answers nobody. slurm: every
-replica is a Slurm job of its own, on a real Slurm of five nodes, all of this machine; jobs are requeued.
+a real lighthouse, which is asked to end the group; if it has left the quorum, its process is ended.
+slurm: every replica is a Slurm job of its own, on a real Slurm of three nodes, all of them this machine; its job is
+requeued.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
 is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
@@ -34,7 +35,8 @@ from typing import Any
 import common
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.core.journal.payloads import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs
 from rolecall.testing.watched_job import STEPS, WatchedJob
 
 LINES = common.RESULTS / "replace.jsonl"
@@ -73,7 +75,7 @@ def quorum(step):
     try:
         client._quorum(
             group_rank=0, step=step, checkpoint_metadata="", shrink_only=False, timeout=20 * second, commit_failures=0,
-            reconfigure_handle="",
+            reconfigure_handle="", init_sync=True,
         )
     except (RuntimeError, TimeoutError):
         pass  # a member left meanwhile
@@ -90,27 +92,20 @@ class Case:
 
 def cases(target: str, seed: int, number: int) -> Iterator[Case]:
     rng = random.Random(f"replace-{target}-{seed}")
-    faults = ("lock",) if target == "torchft" else ("stop", "lock")
     for n in range(number):
-        yield Case(n, rng.choice(REPLICAS), faults[n % len(faults)])
+        yield Case(n, rng.choice(REPLICAS), ("stop", "lock")[n % 2])
 
 
 def actuator(target: str, lighthouse: str) -> str:
+    processes = {"kind": "processes", "program": [sys.executable, "-m", "rolecall"]}
     if target == "torchft":
         groups = {"rollout": "rollout_{index}"}
-        return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups})
-    return json.dumps({"kind": "processes", "program": [sys.executable, "-m", "rolecall"]})
+        return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups, "processes": processes})
+    return json.dumps(processes)
 
 
-def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Runs the cases in one job; yields a line for each."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
-    job = _slurm(folder, stack) if target == "slurm" else _job(target, folder, stack)
-    stack.callback(job.close)
-    job.start_agent()
-    common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
-    job.start_replicas()
-    job.start_watch(CONFIG.format(actuator=actuator(target, job.lighthouse)))
+def supervised(target: str, folder: Path, stack: ExitStack) -> tuple[WatchedJob, str]:
+    """A job whose replicas a shell starts again, and the URL of its lighthouse."""
     lighthouse, code = "", STEPS
     if target == "torchft":
         told = folder / "lighthouse"
@@ -120,7 +115,20 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
         stack.callback(process.kill)
         common.until("the lighthouse serves", START_SECONDS, lambda: told.exists() or None)
         lighthouse, code = told.read_text(), MEMBER + STEPS.replace("time.sleep(0.02)", "quorum(n); time.sleep(0.02)")
-    job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
+    return WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"}), lighthouse
+
+
+def slurm(folder: Path, stack: ExitStack) -> tuple[WatchedJob, str]:
+    cluster = SlurmCluster(folder / "slurm", num_nodes=3)
+    stack.callback(cluster.close)
+    cluster.start()
+    return SlurmJobs(folder / "job", cluster, REPLICAS), ""
+
+
+def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
+    """Runs the cases in one job; yields a line for each."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
+    job, lighthouse = slurm(folder, stack) if target == "slurm" else supervised(target, folder, stack)
     stack.callback(job.close)
     job.start_agent()
     common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
@@ -141,7 +149,12 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
         )
 
 
-KINDS = (EventKind.INCIDENT_OPENED, EventKind.INCIDENT_VERIFIED, EventKind.INCIDENT_CLOSED)
+KINDS = (
+    EventKind.INCIDENT_OPENED,
+    EventKind.CALL_STARTED,
+    EventKind.INCIDENT_VERIFIED,
+    EventKind.INCIDENT_CLOSED,
+)
 
 
 def judged(
@@ -168,6 +181,7 @@ def judged(
         "because": "" if right else (outcome.because if outcome else ""),
         "found_seconds": round(opened[0].wall_at - began, 2) if opened else None,
         "verified_seconds": round(verified[0].wall_at - began, 2) if verified else None,
+        "how": [e.as_(CallStarted).words for e in since if isinstance(e.payload, CallStarted)],
     }
 
 
@@ -198,18 +212,25 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
     return text
 
 
+def version_of(target: str) -> str:
+    if target == "slurm":
+        return subprocess.run(["scontrol", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    try:
+        return f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
+    except PackageNotFoundError:
+        return "torchft of unknown version"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", choices=("processes", "torchft"))
+    parser.add_argument("targets", nargs="*", choices=("processes", "torchft", "slurm"))
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left running
     of_commit = common.commit()
     for target in options.targets:
-        try:
-            of_target = f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
-        except PackageNotFoundError:
-            of_target = "torchft of unknown version"
+        of_target = version_of(target)
         key = {"commit": of_commit, "target": target, "seed": options.seed, "version": of_target}
         with ExitStack() as stack:
             for line in run(target, options.seed, list(cases(target, options.seed, options.cases)), stack):

@@ -191,6 +191,7 @@ def question(
         same_step=frozenset(
             i.attempt.plan.action
             for i in known
+            if not fleet.places.scheduled  # the steps of another system's job are not known to be committed
             if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
             if (i.verified_at or 0.0) > since
             and {fleet.unit_of(r) for r in i.named} & {fleet.unit_of(r) for r in incident.named}

@@ -82,8 +82,8 @@ def test_the_report_compares_with_the_same_seed_without_faults() -> None:
     warm |= {"recoveries": [recovery], "num_faults": 1, "ettr": 0.6, "step_seconds": 12.0}
     text = "\n".join(ettr.report([free, warm], "c"))
     (row,) = [line for line in text.splitlines() if line.startswith("| 10.0 | 10 % | both | warm")]
-    assert "| 50.0 (50.0 to 50.0) | 100 (100 to 100) |" in row
-    assert "| 2.00 (2.00 to 2.00) |" in text, "recovery to step time"
+    assert "| 75.0 | 50.0 | 100 |" in row
+    assert "| 20.0 | 2.00 |" in text, "recovery to step time"
     # Detect, decide and 2 s away, then 6 s until the trainers have work, and half a step that is trained again.
     assert "| 10.0 | 10 % | 1 | warm | 0.600 |" in text and "| 75.0 | 65.0 |" in text
 

@@ -1,8 +1,9 @@
 """torchft: the lighthouse has a replica group end itself; whatever launched it starts it again.
 
 `GET /status` is a page that lists the groups of the newest quorum; `POST /replica/{replica_id}/kill` passes the request
-on to the group's manager, which exits, mostly before it answers: then the lighthouse answers 500. A group that is
-stopped, or hangs in its manager, cannot exit this way: `processes` ends it.
+on to the group's manager, which exits, mostly before it answers: then the lighthouse answers 500. It passes nothing on
+to a group that is not in the newest quorum, and a group that hangs leaves the quorum once the others have waited for
+the join timeout: its processes are ended instead, if the configuration says how.
 """
 
 import re
@@ -13,6 +14,7 @@ from rolecall.core.config.actuators import TorchftActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.recovery.actuators.calls import HttpCall, Procedure
+from rolecall.recovery.actuators.targets.processes import Processes
 from rolecall.recovery.actuators.targets.target import Order
 
 OK, SERVER_ERROR = 200, 500
@@ -40,6 +42,8 @@ class Torchft:
             raise ActuatorError(f"{url}/status: {page.shown}")
         found = sorted(set(re.findall(rf"(?<![\w.:-]){re.escape(name)}(?::[0-9a-f-]{{36}})?(?![\w.:-])", page.text)))
         full = [one for one in found if ":" in one.removeprefix(name)] or found
+        if not full and self._config.processes is not None:
+            return (yield from Processes(self._config.processes).replace(order))
         if len(full) != 1:
             raise ActuatorError(f"the quorum has {len(full)} replica groups {name}: {', '.join(full)}".rstrip(": "))
         reply = yield HttpCall(

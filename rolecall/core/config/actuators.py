@@ -102,6 +102,9 @@ class TorchftActuator(Section):
     groups: dict[str, str] = Field(default={"trainer": "{index}"})
     """Role -> replica id of a replica's group, without the part after the colon that torchft adds. Replicas of other
     roles are refused."""
+    processes: ProcessesActuator | None = None
+    """How a group that is not in the newest quorum is ended, which the lighthouse cannot do: one that hangs leaves the
+    quorum after the lighthouse's join timeout. null: such a group is left to on-call."""
 
     @field_validator("groups")
     @classmethod

@@ -732,6 +732,10 @@ class CallStarted(Payload):
     call: Annotated[str, "the exact call: a command, or method, URL and body"]
     words: Annotated[str, "what the call does"]
 
+    @property
+    def reason(self) -> str:
+        return f"{self.words}: {self.call}"
+
 
 @_event(K.CALL_ENDED, WATCH)
 class CallEnded(Payload):
@@ -740,6 +744,11 @@ class CallEnded(Payload):
     actuator: Annotated[str, "its name"]
     status: Annotated[int, "exit code or HTTP status; -1: no answer, so it may have had its effect or not"]
     text: Annotated[str, "output or body, shortened"]
+
+    @property
+    def reason(self) -> str:
+        status = "no answer" if self.status < 0 else f"status {self.status}"
+        return f"{status}: {self.text}" if self.text else status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

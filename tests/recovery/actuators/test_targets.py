@@ -136,6 +136,15 @@ def test_the_group_with_that_name_is_asked_to_end_and_no_other() -> None:
     assert drive(TORCHFT, order("trainer/10"), PAGE, ok())[1] == f"the lighthouse asked {IDS[1]} to end"
 
 
+def test_a_group_that_has_left_the_quorum_is_ended_by_its_processes() -> None:
+    config = TorchftActuator(
+        kind="torchft", url=URL, groups={"trainer": "ddp_{index}"}, processes=ProcessesActuator(kind="processes")
+    )
+    calls, ends = drive(Torchft(config), order("trainer/3", num_members=1), PAGE, Reply(status=0))
+    assert calls == [f"GET {URL}/status", "rolecall node end 40 --start-ticks 9"]
+    assert ends == "ended 1 process of trainer/3#2"
+
+
 @pytest.mark.parametrize(
     ("replica", "replies", "why"),
     [

@@ -36,7 +36,7 @@ import common
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
-from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs
+from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs, slurm_version
 from rolecall.testing.watched_job import STEPS, WatchedJob
 
 LINES = common.RESULTS / "replace.jsonl"
@@ -214,7 +214,7 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
 
 def version_of(target: str) -> str:
     if target == "slurm":
-        return subprocess.run(["scontrol", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+        return slurm_version()
     try:
         return f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
     except PackageNotFoundError:

@@ -60,6 +60,12 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "slurmd starts only as root"
 
 
+def slurm_version() -> str:
+    """`slurm-wlm 22.05.8`. Raises OSError: it is not here."""
+    program = _program("slurmd") or "slurmd"
+    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=COMMAND_SECONDS).stdout.strip()
+
+
 def _program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
 

@@ -101,7 +101,7 @@ def actuator(target: str, lighthouse: str) -> str:
     if target == "torchft":
         groups = {"rollout": "rollout_{index}"}
         return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups, "processes": processes})
-    return json.dumps(processes)
+    return json.dumps({"kind": "slurm"} if target == "slurm" else processes)
 
 
 def supervised(target: str, folder: Path, stack: ExitStack) -> tuple[WatchedJob, str]:

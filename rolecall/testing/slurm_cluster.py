@@ -63,7 +63,8 @@ def missing() -> str:
 def slurm_version() -> str:
     """`slurm-wlm 22.05.8`. Raises OSError: it is not here."""
     program = _program("slurmd") or "slurmd"
-    return subprocess.run([program, "-V"], capture_output=True, text=True, timeout=COMMAND_SECONDS).stdout.strip()
+    done = subprocess.run([program, "-V"], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True)
+    return done.stdout.strip()
 
 
 def _program(name: str) -> str | None:

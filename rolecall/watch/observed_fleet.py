@@ -40,10 +40,12 @@ class _Registered(NamedTuple):
 
     job: str
     rendezvous: str
+    pod_uid: str
+    slurm_step: str
     at: float
 
 
-_UNKNOWN = _Registered("", "", 0.0)
+_UNKNOWN = _Registered("", "", "", "", 0.0)
 
 
 @dataclass(slots=True)
@@ -109,6 +111,8 @@ class ObservedFleet:
             self._registered[event.process] = _Registered(
                 job=next(iter(job_names(event)), ""),
                 rendezvous=event.detail.get("rendezvous", ""),
+                pod_uid=event.detail.get("pod_uid", ""),
+                slurm_step=event.detail.get("slurm_step", ""),
                 at=event.wall_at if known is None else min(known.at, event.wall_at),
             )
             if now - event.wall_at <= FRESH_SECONDS:
@@ -242,6 +246,8 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
         job=registered.job,
         rendezvous=registered.rendezvous,
         registered_at=registered.at,
+        pod_uid=registered.pod_uid,
+        slurm_step=registered.slurm_step,
     )
 
 
@@ -249,17 +255,11 @@ def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Re
     """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
     for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
-        for rank, node, pid, start_ticks, job, rendezvous, at, lives in ranks:
+        for rank, node, pid, start_ticks, *names, at, lives in ranks:
             process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
-            yield (
-                replica,
-                incarnation,
-                expected,
-                rank,
-                process,
-                _Registered(str(job), str(rendezvous), float(at)),
-                lives,
-            )
+            job, rendezvous, pod_uid, slurm_step = map(str, names)
+            registered = _Registered(job, rendezvous, pod_uid, slurm_step, float(at))
+            yield replica, incarnation, expected, rank, process, registered, lives
 
 
 def kept_members(journal: Journal) -> list[tuple[int, Member]]:

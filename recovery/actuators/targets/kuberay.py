@@ -24,7 +24,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    on_the_same_node,
+    in_the_same_pods,
     pods_of_members,
     read_object,
     said,
@@ -67,7 +67,7 @@ class KubeRay:
     def also_hit(self, order: Order) -> Sequence[str]:
         """Those with processes on the same node, unless the selector names other pods for them."""
         mine = {(m.node, filled(self._config.selector, m)) for m in order.members}
-        return on_the_same_node(order, [m for m in order.others if (m.node, filled(self._config.selector, m)) in mine])
+        return in_the_same_pods(order, [m for m in order.others if (m.node, filled(self._config.selector, m)) in mine])
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:
@@ -155,7 +155,9 @@ class KubeRay:
             chosen.update({p.name: p for p in everywhere if not p.ended})
         named = set(self.also_hit(order))
         for pod in chosen.values():
-            hit = {m.replica for m in order.others if m.node in (pod.name, pod.node)} - named
+            hit = {
+                m.replica for m in order.others if m.node in (pod.name, pod.node) and m.pod_uid in ("", pod.uid)
+            } - named
             if hit and pod.name not in {p.name for p in by_node.values()}:
                 raise ActuatorError(
                     f"pod {pod.name} ends with {order.replica}, and with it {', '.join(sorted(hit))}, which the plan"

@@ -19,7 +19,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    on_the_same_node,
+    in_the_same_pods,
     pods_of_members,
     said,
     unavailable,
@@ -42,7 +42,7 @@ class Kubernetes:
         """Those with processes on the same node, unless the template names other pods for them."""
         template = self._config.pod or self._config.selector
         mine = {(m.node, filled(template, m)) for m in order.members}
-        return on_the_same_node(order, [m for m in order.others if (m.node, filled(template, m)) in mine])
+        return in_the_same_pods(order, [m for m in order.others if (m.node, filled(template, m)) in mine])
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:

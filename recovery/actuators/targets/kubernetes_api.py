@@ -1,8 +1,9 @@
 """What the targets of Kubernetes share: reading pods, telling which of them hold a replica, and cordoning its node.
 
-A pod's name says nothing about time: a StatefulSet gives it to the next pod, too. A pod holds a process only if its
-container started before the agent first saw that process; from then on it is meant by its UID. Changes of nodes carry
-the resource version that was read, so that a change by someone else in between is a conflict, and is read again.
+A pod's name says nothing about time: a StatefulSet gives it to the next pod, too. A process's cgroup tells the UID of
+its pod. Where the agent cannot read that, as in an agent in the same pod, a pod holds a process only if its container
+started before the agent first saw the process. From then on the pod is meant by its UID. Changes of nodes carry the
+resource version that was read, so that a change by someone else in between is a conflict, and is read again.
 """
 
 from collections.abc import Generator, Sequence
@@ -204,6 +205,12 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
     found: dict[str, Pod] = {}
     for member in order.members:
         words = f"rank {member.rank} of {order.replica}#{order.incarnation} on {member.node}"
+        if member.pod_uid:
+            pod = next((p for p in pods if p.uid == member.pod_uid and not p.ended), None)
+            if pod is None:
+                raise ActuatorError(f"{words} is in the pod with UID {member.pod_uid}, and no pod of {where} has that")
+            _keep(found, member, pod, order)
+            continue
         if member.registered_at <= 0:
             raise ActuatorError(f"it is not known since when {words} runs")
         here = [p for p in pods if not p.ended and member.node in (p.name, p.node)]
@@ -215,14 +222,28 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
         if not 0 < pod.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS:
             state = "started after it" if pod.started_at else f"is {pod.phase or 'in no phase'}"
             raise ActuatorError(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
-        if found.setdefault(member.node, pod) != pod:
-            raise ActuatorError(f"ranks of {order.replica} on {member.node} are in several pods")
+        _keep(found, member, pod, order)
     return found
 
 
-def on_the_same_node(order: Order, others: Sequence[Member]) -> list[str]:
-    nodes = set(order.nodes)
-    return sorted({m.replica for m in others if m.node in nodes})
+def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:
+    """Raises ActuatorError: the node has another pod of the replica, too."""
+    if found.setdefault(member.node, pod) != pod:
+        raise ActuatorError(f"ranks of {order.replica} on {member.node} are in several pods")
+
+
+def in_the_same_pods(order: Order, others: Sequence[Member]) -> list[str]:
+    """Replicas with processes on the same nodes, but those that are known to be in other pods there."""
+    pods: dict[str, set[str]] = {}
+    for member in order.members:
+        pods.setdefault(member.node, set()).add(member.pod_uid)
+    return sorted(
+        {
+            m.replica
+            for m in others
+            if m.node in pods and ("" in {m.pod_uid, *pods[m.node]} or m.pod_uid in pods[m.node])
+        }
+    )
 
 
 def unavailable(reply: Reply) -> bool:

@@ -316,7 +316,11 @@ class Slurm:
 
 
 def _numbers(member: Member, template: str) -> tuple[str, str] | None:
-    """(job, step) of a process; step empty: not known. None: no Slurm job is known."""
+    """(job, step) of a process: from its cgroup, else from its environment, else as the configuration says. Step empty:
+    not known, or the batch script. None: no Slurm job is known."""
+    job, _, step = member.slurm_step.partition(".")
+    if _JOB.fullmatch(job):
+        return job, step if step.isdecimal() else ""
     if template:
         job = filled(template, member)
         return (job, "") if _JOB.fullmatch(job) else None

@@ -13,7 +13,8 @@ from rolecall.recovery.actuators.calls import Procedure
 class Member:
     """A process of the job as its agent sees it. `job`: run id or rendezvous; `rendezvous`: that alone (`host:port` of
     torchrun, `job.step` of Slurm); empty: not known. `registered_at`: when its agent first saw it, wall seconds of its
-    node; what contains the process has started before. 0: not known."""
+    node; what contains the process has started before. 0: not known. `pod_uid`, `slurm_step` (`4711.0`): what contains
+    it, from its cgroup; empty: not known, or not there."""
 
     replica: str
     rank: int
@@ -23,6 +24,8 @@ class Member:
     job: str = ""
     rendezvous: str = ""
     registered_at: float = 0.0
+    pod_uid: str = ""
+    slurm_step: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,16 @@ def drive(procedure: Procedure, answer: Callable[[Call], Reply]) -> Driven:
 
 
 def member(
-    replica: str, node: str, *, rank: int = 0, pid: int = 40, job: str = "", rendezvous: str = "", at: float = NOW
+    replica: str,
+    node: str,
+    *,
+    rank: int = 0,
+    pid: int = 40,
+    job: str = "",
+    rendezvous: str = "",
+    at: float = NOW,
+    pod_uid: str = "",
+    slurm_step: str = "",
 ) -> Member:
     return Member(
         replica=replica,
@@ -56,6 +65,8 @@ def member(
         job=job,
         rendezvous=rendezvous,
         registered_at=at,
+        pod_uid=pod_uid,
+        slurm_step=slurm_step,
     )
 
 

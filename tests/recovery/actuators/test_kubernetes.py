@@ -204,6 +204,25 @@ def test_a_conflict_on_the_node_is_read_again(fake: FakeKubernetes) -> None:
     assert it.done and fake.cordoned == ["node-1"] and len(it.changing) == 3
 
 
+def test_a_pod_that_is_known_by_the_cgroup_of_its_process_is_the_only_one(fake: FakeKubernetes) -> None:
+    fake.pod("rollout-9", "node-1", labels={"app": "rollout"})
+    uid = fake.uid("rollout-1")
+    given = order(member("rollout/1", "node-1", pod_uid=uid, at=0.0))
+    assert drive(kubernetes(selector="app=rollout").replace(given), fake.reply).done == "evicted rollout-1"
+    it = drive(kubernetes(selector="app=rollout").replace(given), fake.reply)
+    assert f"is in the pod with UID {uid}, and no pod" in it.error and fake.ended == [uid]
+
+
+def test_replicas_in_other_pods_of_the_node_go_on() -> None:
+    others = (
+        member("rollout/2", "n-1", pod_uid="other"),
+        member("rollout/3", "n-1", pod_uid="mine"),
+        member("rollout/4", "n-1"),
+    )
+    given = order(member("rollout/1", "n-1", pod_uid="mine"), others=others)
+    assert kubernetes(selector="app={role}").also_hit(given) == ["rollout/3", "rollout/4"]
+
+
 def test_which_other_replicas_end_too() -> None:
     others = (member("rollout/2", "n-1"), member("reward/0", "n-1"), member("rollout/3", "n-2"))
     given = order(member("rollout/1", "n-1"), others=others)

@@ -176,6 +176,12 @@ def test_torchrun_may_carry_the_number_of_its_job(fake: FakeSlurm) -> None:
     assert drive(slurm(job="{job}").replace(given), fake.reply).changing[0] == "scontrol requeue 12"
 
 
+@pytest.mark.parametrize(("step", "job"), [("12.0", "13.0"), ("12.batch", "13"), ("12.extern", "")])
+def test_the_cgroup_of_a_process_tells_its_job(fake: FakeSlurm, step: str, job: str) -> None:
+    given = order(member("rollout/1", "n-1", slurm_step=step, job=job))
+    assert drive(slurm(job="{job}").replace(given), fake.reply).changing[0] == "scontrol requeue 12"
+
+
 def test_a_replica_in_several_jobs_stays(fake: FakeSlurm) -> None:
     given = order(member("rollout/1", "n-1", job="12.0"), member("rollout/1", "n-1", rank=1, job="13.0"))
     assert "several Slurm jobs: 12, 13" in drive(slurm().replace(given), fake.reply).error

@@ -71,6 +71,7 @@ def test_pods(kind: str) -> None:
         in_pod = rng.random() < 0.5
         where = pods[mine] if in_pod else fake.pods[pods[mine]]["spec"]["nodeName"]
         may_end = {fake.uid(name) for name in whole}
+        pod_uid = "" if in_pod or rng.random() < 0.5 else fake.uid(pods[mine])
         may_cordon = {fake.pods[pods[mine]]["spec"]["nodeName"]}
         wrong = rng.random()
         if wrong < 0.2:  # a later pod, under the same name or, of another owner, on the same node
@@ -79,7 +80,8 @@ def test_pods(kind: str) -> None:
             ends["stale"] += 1
         elif wrong < 0.3:
             where = rng.choice(("node-77", "pod-77"))
-        given = order(member("rollout/1", where, at=NOW if wrong < 0.95 else 0.0), leave_node=rng.random() < 0.4)
+        who = member("rollout/1", where, at=NOW if wrong < 0.95 else 0.0, pod_uid=pod_uid)
+        given = order(who, leave_node=rng.random() < 0.4)
         place = {"namespace": NAMESPACE, "api": "http://127.0.0.1:9"}
         target: Kubernetes | KubeRay
         if kind == "kubernetes":

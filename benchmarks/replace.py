@@ -1,18 +1,20 @@
 """Replicas of a job that rolecall did not start are replaced: how often, how fast, and is anything else touched?
 
-    python benchmarks/replace.py processes
+    python benchmarks/replace.py processes ray
     PYTHONPATH=FOLDER python benchmarks/replace.py torchft       FOLDER: with torchft's packages
     python benchmarks/replace.py slurm                           as root, with the Debian packages slurm-wlm and munge
 
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
-main thread waits at a lock for ever). torchft: every replica has torchft's real manager and takes part in the quorum of
-a real lighthouse, which is asked to end the group; if it has left the quorum, its process is ended.
-slurm: every replica is a Slurm job of its own, on a real Slurm of three nodes, all of them this machine; its job is
-requeued.
+main thread waits at a lock for ever).
+
+torchft: every replica has torchft's real manager and takes part in the quorum of a real lighthouse, which is asked to
+end the group; if it has left the quorum, its process is ended. ray: the replicas are actors of a local Ray cluster,
+which starts them again. slurm: every replica is a Slurm job of its own, on a real Slurm of three nodes, all of them
+this machine; its job is requeued.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
-is a line of `results/replace.jsonl`; lines of other commits are left out of the report.
+is a line of `results/replace.jsonl`; the report has, of each target, the lines of the newest commit.
 """
 
 import argparse
@@ -47,6 +49,7 @@ REST_SECONDS = 5.0
 CONFIG = """
 recovery: {{mode: act, evictions_per_hour_max: 1000, retries_per_replica_max: 100, verification_timeout_seconds: 60}}
 actuator: {actuator}
+roles: [rollout]
 """
 LIGHTHOUSE = """
 import sys, threading
@@ -81,6 +84,22 @@ def quorum(step):
         pass  # a member left meanwhile
 """
 """Before the steps of a member of torchft's quorum."""
+RAY = """
+import os, signal, sys
+import ray
+names, code, library = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+ray.init(address="local", num_cpus=len(names), include_dashboard=False, log_to_driver=False)
+@ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
+class Engine:
+    def run(self):
+        exec(code, {})
+def environment(name):
+    mine = {"ROLECALL_REPLICA": name, "ROLECALL_ROLE": name.partition("/")[0], "ROLECALL_RANK": "0"}
+    return {"env_vars": {**mine, "ROLECALL_AGENT_DIR": os.environ["ROLECALL_AGENT_DIR"], "PYTHONPATH": library}}
+ray.get([Engine.options(runtime_env=environment(name)).remote().run.remote() for name in names])
+"""
+"""A job of Ray: actors that it starts again, with their task. Arguments: replicas, their code, PYTHONPATH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +123,9 @@ def actuator(target: str, lighthouse: str) -> str:
     return json.dumps({"kind": "slurm"} if target == "slurm" else processes)
 
 
-def supervised(target: str, folder: Path, stack: ExitStack) -> tuple[WatchedJob, str]:
-    """A job whose replicas a shell starts again, and the URL of its lighthouse."""
+def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
+    """Runs the cases in one job; yields a line for each."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
     lighthouse, code = "", STEPS
     if target == "torchft":
         told = folder / "lighthouse"
@@ -115,24 +135,20 @@ def supervised(target: str, folder: Path, stack: ExitStack) -> tuple[WatchedJob,
         stack.callback(process.kill)
         common.until("the lighthouse serves", START_SECONDS, lambda: told.exists() or None)
         lighthouse, code = told.read_text(), MEMBER + STEPS.replace("time.sleep(0.02)", "quorum(n); time.sleep(0.02)")
-    return WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"}), lighthouse
-
-
-def slurm(folder: Path, stack: ExitStack) -> tuple[WatchedJob, str]:
-    cluster = SlurmCluster(folder / "slurm", num_nodes=3)
-    stack.callback(cluster.close)
-    cluster.start()
-    return SlurmJobs(folder / "job", cluster, REPLICAS), ""
-
-
-def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Runs the cases in one job; yields a line for each."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-replace-")))
-    job, lighthouse = slurm(folder, stack) if target == "slurm" else supervised(target, folder, stack)
+    if target == "slurm":
+        cluster = SlurmCluster(folder / "slurm", num_nodes=3)
+        stack.callback(cluster.close)
+        cluster.start()
+        job: WatchedJob = SlurmJobs(folder / "job", cluster, REPLICAS)
+    else:
+        job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
     stack.callback(job.close)
     job.start_agent()
     common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
-    job.start_replicas()
+    if target == "ray":
+        job.start([sys.executable, "-c", RAY, ",".join(REPLICAS), STEPS, str(common.ROOT)])
+    else:
+        job.start_replicas()
     job.start_watch(CONFIG.format(actuator=actuator(target, lighthouse)))
     common.until("all replicas are counted", START_SECONDS, lambda: len(job.pids()) == len(REPLICAS) or None)
     common.until("deadlines are learned", START_SECONDS, lambda: job.has_learned or None)
@@ -193,8 +209,8 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
     text += [
         "Seconds from the fault: median, worst. Right: resolved, the right replica named, no other one touched.",
         "",
-        "| target | fault | n | right | others touched | found | seen to work again |",
-        "|---|---|---|---|---|---|---|",
+        "| target | commit | fault | n | right | others touched | found | seen to work again |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for target, fault in sorted({(x["target"], x["fault"]) for x in lines}):
         group = [x for x in lines if (x["target"], x["fault"]) == (target, fault)]
@@ -204,7 +220,8 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
             cells.append(f"{statistics.median(known):.1f}, {max(known):.1f}" if known else "-")
         touched = sum(len(x["others_touched"]) for x in group)
         right = sum(x["right"] for x in group)
-        text.append(f"| {target} | {fault} | {len(group)} | {right} | {touched} | {' | '.join(cells)} |")
+        about = f"{target} | {group[0]['commit']} | {fault} | {len(group)} | {right} | {touched}"
+        text.append(f"| {about} | {' | '.join(cells)} |")
     for x in lines:
         if not x["right"]:
             case = f"{x['target']} {x['fault']} {x['number']}"
@@ -223,7 +240,7 @@ def version_of(target: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", choices=("processes", "torchft", "slurm"))
+    parser.add_argument("targets", nargs="*", choices=("processes", "ray", "slurm", "torchft"))
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -238,12 +255,13 @@ def main() -> int:
                     file.write(json.dumps(key | line) + "\n")
                 print(target, line, flush=True)
     lines = [json.loads(text) for text in LINES.read_text().splitlines()] if LINES.exists() else []
-    of_this = [x for x in lines if x["commit"] == of_commit]
-    if not of_this:
-        print("no case of this commit")
+    if not lines:
+        print("no case was run")
         return 1
-    print(common.write("replace", report(of_this, of_commit)))
-    return 0 if all(x["right"] for x in of_this) else 1
+    newest = {x["target"]: x["commit"] for x in lines}
+    shown = [x for x in lines if x["commit"] == newest[x["target"]]]
+    print(common.write("replace", report(shown, ", ".join(sorted(set(newest.values()))))))
+    return 0 if all(x["right"] for x in shown) else 1
 
 
 if __name__ == "__main__":

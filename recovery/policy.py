@@ -400,6 +400,8 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
         incarnation_now = max(suspect.incarnation, made.get(replica, 0))
         if seen is None and not facts.supports:  # rolecall did not start this job and knows only what is observed
             found[replica] = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation_now, node=suspect.node)
+        elif seen is None and facts.fleet.places.scheduled:
+            why_not = f"{replica} may not be replaced: its role is not in `roles` of the watch file"
         elif seen is None:
             why_not = f"{replica} is not part of this run"
         elif seen.lent:

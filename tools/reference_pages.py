@@ -151,6 +151,7 @@ run](../howto/replace.md).
 
 ```yaml
 recovery: {{mode: approve}}
+roles: [rollout]
 actuator:
   kind: command
   replace: [ssh, "{{node}}", kill, "-KILL", "{{pid}}"]

@@ -68,10 +68,11 @@ class _Counted:
 
 
 class ObservedFleet:
-    """A source that counts incarnations and writes them to the journal. Called from one thread."""
+    """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
+    replicas are counted; the others are passed on as they are, and recovery knows no such replica."""
 
-    def __init__(self, source: ObservationSource, journal: Journal, clock: Clock) -> None:
-        self._source, self._journal, self._clock = source, journal, clock
+    def __init__(self, source: ObservationSource, journal: Journal, clock: Clock, roles: frozenset[str]) -> None:
+        self._source, self._journal, self._clock, self._roles = source, journal, clock, roles
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._registered: dict[ProcessId, _Registered] = {}
@@ -133,7 +134,8 @@ class ObservedFleet:
                 return
             self._rename(process, before[0])
         try:
-            split_replica(replica)
+            if split_replica(replica)[0] not in self._roles:
+                return
         except InvalidId:
             return
         counted = self._replicas.get(replica)

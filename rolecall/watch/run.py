@@ -282,7 +282,7 @@ def watch_run(
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
-            polled = fleet = ObservedFleet(polled, journal, clock)
+            polled = fleet = ObservedFleet(polled, journal, clock, frozenset(watched.roles))
             actuator = external = ExternalActuator(
                 target_of_config(watched.actuator),
                 journal,

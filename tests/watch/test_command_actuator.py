@@ -16,6 +16,7 @@ from tests.support import eventually
 K = EventKind
 CONFIG = """
 recovery: {mode: act, verification_timeout_seconds: 30}
+roles: [rollout]
 actuator:
   kind: command
   replace: [/bin/sh, -c, 'echo "$ROLECALL_ACTION_KEY ended $0" && kill -KILL "$0"', "{pid}"]

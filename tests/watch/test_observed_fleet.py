@@ -41,7 +41,7 @@ class Fleet:
     def start(self) -> None:
         """A watch that has just started."""
         self.source = Source()
-        self.fleet = ObservedFleet(self.source, self.journal, self.clock)
+        self.fleet = ObservedFleet(self.source, self.journal, self.clock, frozenset({"rollout"}))
 
     def see(
         self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
@@ -164,8 +164,15 @@ def test_an_older_process_of_the_node_does_not_come_back(it: Fleet) -> None:
     assert it.state(A)[1:3] == (1, S.STOPPED)
 
 
+def test_replicas_of_other_roles_are_passed_on_and_not_counted(it: Fleet) -> None:
+    for _ in range(2):
+        seen = it.see((A, 0, process(10)), ("trainer/0", 0, process(40)))
+    assert [s.incarnation for s in seen.batches[0].processes] == [1, 0]
+    assert set(it.journal.desired()) == {A} and [m.pid for _, m in it.fleet.members()] == [10]
+
+
 def test_one_that_gets_another_name_is_counted_there(it: Fleet) -> None:
-    it.see(("trainer/0", 0, process(10)))
+    it.see(("rollout/7", 0, process(10)))
     for _ in range(2):
         it.see((A, 0, process(10)))
     assert it.state(A) == (1, 1, S.SERVING, 10) and set(it.journal.desired()) == {A}

@@ -21,7 +21,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")]
 
 K = EventKind
-CONFIG = "recovery: {mode: act, verification_timeout_seconds: 150}\nactuator: {kind: slurm}\n"
+CONFIG = "recovery: {mode: act, verification_timeout_seconds: 150}\nroles: [rollout]\nactuator: {kind: slurm}\n"
 REPLICAS = ("rollout/0", "rollout/1", "rollout/2")
 
 

@@ -22,8 +22,6 @@ class Processes:
 
     def replace(self, order: Order) -> Procedure:
         config, named = self._config, f"{order.replica}#{order.incarnation}"
-        if config.roles and order.role not in config.roles:
-            raise ActuatorError(f"{order.replica}: only replicas of {', '.join(config.roles)} may be replaced")
         if not order.members:
             if order.begun:
                 return f"{named} has ended"

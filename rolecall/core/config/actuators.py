@@ -63,8 +63,6 @@ class ProcessesActuator(Section):
     program: Annotated[tuple[str, ...], Field(min_length=1)] = ("rolecall",)
     """The command line of rolecall there: `rolecall node end PID --start-ticks TICKS` is run for each process. It ends
     no other process that has the PID by now."""
-    roles: tuple[str, ...] = ()
-    """Only replicas of these roles may be replaced, as [rollout]. Empty: of every role."""
     grace_seconds: Annotated[float, Field(ge=0, le=600)] = 0.0
     """Between SIGTERM and SIGKILL. 0: SIGKILL at once; a stopped process reads no SIGTERM."""
     call_seconds: Seconds = 30.0

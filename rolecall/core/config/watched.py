@@ -9,6 +9,7 @@ from rolecall.core.config.actuators import ActuatorConfig
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN
 
 
 class WatchedConfig(Section):
@@ -20,6 +21,9 @@ class WatchedConfig(Section):
     """As in a job file."""
     actuator: ActuatorConfig | None = None
     """What replaces a replica. null: nothing acts; on-call is told what to do."""
+    roles: tuple[str, ...] = ()
+    """Roles whose replicas may be replaced, as [rollout]; needed with an actuator. A replica of another role, of this
+    job or of another one on the same nodes, is never touched: on-call is paged."""
     deadline_seconds: Seconds = 300.0
     """Of one action, all its calls together."""
 
@@ -32,8 +36,14 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
         config = WatchedConfig.model_validate(value)
     except ValidationError as e:
         raise ConfigError(problems_of(e), source) from None
+    problems = []
     if config.recovery.mode != "observe" and config.actuator is None:
-        raise ConfigError([f"recovery.mode: {config.recovery.mode} needs an actuator"], source)
+        problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator")
+    if config.actuator is not None and not config.roles:
+        problems.append("roles: name the roles whose replicas may be replaced, for example [rollout]")
+    problems += [f"roles: {role!r} is no role" for role in config.roles if not ID_PATTERN.fullmatch(role)]
+    if problems:
+        raise ConfigError(problems, source)
     return config
 
 

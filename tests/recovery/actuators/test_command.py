@@ -102,7 +102,7 @@ def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
 )
 def test_mistakes_are_named(actuator: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        parse_watched({"actuator": actuator}, "watch.yaml")
+        parse_watched({"actuator": actuator, "roles": ["rollout"]}, "watch.yaml")
 
 
 def test_a_mode_that_acts_needs_an_actuator() -> None:
@@ -110,9 +110,13 @@ def test_a_mode_that_acts_needs_an_actuator() -> None:
         parse_watched({"recovery": {"mode": "act"}})
     with pytest.raises(ConfigError, match="unknown key"):
         parse_watched({"num_steps": 3})
+    with pytest.raises(ConfigError, match="roles: name the roles whose replicas may be replaced"):
+        parse_watched({"actuator": {"kind": "command", "replace": ["true"]}})
+    with pytest.raises(ConfigError, match="roles: 'A B' is no role"):
+        parse_watched({"roles": ["A B"]})
     assert parse_watched({}).recovery.mode == "observe"
 
 
 def test_the_configuration_names_its_target() -> None:
-    config = parse_watched({"actuator": {"kind": "command", "replace": ["true"]}}).actuator
+    config = parse_watched({"actuator": {"kind": "command", "replace": ["true"]}, "roles": ["rollout"]}).actuator
     assert config is not None and target_of(config).name == "command"

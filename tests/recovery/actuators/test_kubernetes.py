@@ -501,6 +501,6 @@ def test_mistakes_are_named(more: dict[str, object], problem: str) -> None:
 def test_the_configuration_names_its_target() -> None:
     for kind, more in (("kubernetes", {"pod": "{node}"}), ("kuberay", {"cluster": "ray"}), ("slurm", {})):
         place = {} if kind == "slurm" else {"namespace": NAMESPACE}
-        config = parse_watched({"actuator": {"kind": kind, **place, **more}}).actuator
+        config = parse_watched({"roles": ["rollout"], "actuator": {"kind": kind, **place, **more}}).actuator
         assert config is not None and target_of(config).name == kind
         json.dumps(config.model_dump(mode="json"))

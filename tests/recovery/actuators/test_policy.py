@@ -1,5 +1,7 @@
 """What recovery decides for a watched job, whose scheduler finds nodes and whose steps are not known to be committed."""
 
+from dataclasses import replace
+
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
 from rolecall.core.faults import FaultClass
@@ -70,6 +72,14 @@ def test_a_second_fault_of_a_replica_is_no_reason_to_climb() -> None:
     )  # fmt: skip
     decision = decided(incident(F.HANG, 2), before, view=fleet(2), supports=frozenset({A.REPLACE_REPLICA}))
     assert decision.plan.action is A.REPLACE_REPLICA and decision.plan.targets[0].incarnation == 2
+
+
+def test_a_replica_of_another_role_is_not_touched() -> None:
+    suspect = Suspect(node=NodeId("n-1"), role="trainer", replica="trainer/0", incarnation=0)
+    other = replace(found(F.HANG, 1), suspects=(suspect,))
+    decision = decided(replace(incident(F.HANG, 1), diagnosis=other), view=fleet(1), supports=BOTH)
+    assert decision.plan.action is A.TOLERATE and decision.page_oncall
+    assert "trainer/0 may not be replaced" in decision.plan.because
 
 
 def test_a_faulty_node_is_left_where_the_target_can_and_else_on_call_is_paged() -> None:

@@ -118,9 +118,8 @@ class SlurmActuator(Section):
     """`job`: the batch job is requeued (`scontrol requeue`), and starts again wherever Slurm finds room. `step`: the
     step is ended (`scancel JOB.STEP`), and the job's script starts it again, on the same nodes."""
     job: str = ""
-    """Slurm job of a replica whose processes were not started by srun, as a template: "{job}" for torchrun with
-    `--rdzv-id $SLURM_JOB_ID`, or for a process that the batch script itself started. Empty: only processes of srun,
-    which carry job and step, are replaced."""
+    """Slurm job of a process, as a template, where neither its cgroup nor srun's variables tell it: "{job}" for
+    torchrun with `--rdzv-id $SLURM_JOB_ID`. Empty: such a replica is not replaced."""
     drain: bool = True
     """For a fault that stays with the node: its node is drained (`scontrol update state=drain`) before the job is
     requeued; this needs a Slurm operator. false: such faults page on-call."""
@@ -166,8 +165,9 @@ class KubernetesActuator(_KubernetesApi):
     """Name of the pod of a process, as a template: "{node}" where an agent runs in each pod and is named after it, or
     "rollout-{index}". Give this or `selector`."""
     selector: str = ""
-    """Label selector of the job's pods, as a template: "app=rollout,replica={index}", or "app=rollout" where a node
-    runs one such pod. Of the pods that it finds, those on the nodes of the replica's processes are evicted."""
+    """Label selector of the job's pods, as a template: "app=rollout,replica={index}", or "app=rollout". Of the pods
+    that it finds, those that hold the replica's processes are evicted. Where the agent cannot read their pod's UID,
+    that is the only one on the node."""
 
     @field_validator("pod", "selector")
     @classmethod
@@ -192,7 +192,7 @@ class KubeRayActuator(_KubernetesApi):
     """A further label selector of its pods, as a template, where a node runs several of them."""
     wait_seconds: Seconds = 120.0
     """For KubeRay to delete the pods. Then `workersToDelete` is cleared, and, if they still exist, the action has
-    failed. Less than the watch's `deadline_seconds`."""
+    failed. At most half of the watch's `deadline_seconds`."""
 
     @field_validator("selector")
     @classmethod

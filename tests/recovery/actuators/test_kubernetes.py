@@ -491,6 +491,7 @@ def test_the_account_is_bound_to_its_roles() -> None:
         ({"kind": "kubernetes", "pod": "x", "api": "ftp://x"}, "api"),
         ({"kind": "kuberay"}, "cluster"),
         ({"kind": "kuberay", "cluster": "../pods"}, "cluster"),
+        ({"kind": "kuberay", "cluster": "ray", "wait_seconds": 200}, "at most half of deadline_seconds"),
     ],
 )
 def test_mistakes_are_named(more: dict[str, object], problem: str) -> None:

@@ -26,6 +26,10 @@ def status(code: int, message: str) -> Answer:
     return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
 
 
+class _Forbidden(Exception):
+    pass
+
+
 class FakeKubernetes:
     """`ended`: UIDs of pods in the order of their ends; `cordoned`: nodes. `budget`: evictions refused before one is
     allowed. `stuck`: pods never vanish (a dead node)."""
@@ -37,6 +41,7 @@ class FakeKubernetes:
         self.ended: list[str] = []
         self.cordoned: list[str] = []
         self.asked: list[tuple[str, str, str]] = []  # (verb, API group, resource) as RBAC has them
+        self.forbidden: set[str] = set()  # resources
         self.budget = 0
         self.stuck = False
         self._numbers = itertools.count(1)
@@ -114,6 +119,12 @@ class FakeKubernetes:
         return Reply(status=code, text=json.dumps(value))
 
     def handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
+        try:
+            return self._handle(method, path, query, content_type, body)
+        except _Forbidden:
+            return status(403, "forbidden")
+
+    def _handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
         match [unquote(part) for part in path.strip("/").split("/")]:
             case ["api", "v1", "nodes", name]:
                 self._ask("get" if method == "GET" else "patch", "", "nodes")
@@ -136,6 +147,8 @@ class FakeKubernetes:
 
     def _ask(self, verb: str, group: str, resource: str) -> None:
         self.asked.append((verb, group, resource))
+        if resource in self.forbidden:
+            raise _Forbidden
 
     def _version(self) -> str:
         return str(next(self._numbers))

@@ -30,7 +30,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     said,
     unavailable,
 )
-from rolecall.recovery.actuators.targets.target import Order, filled
+from rolecall.recovery.actuators.targets.target import HasEnded, Order, filled
 
 CLUSTER_LABEL = "ray.io/cluster"
 GROUP_LABEL = "ray.io/group"
@@ -77,6 +77,10 @@ class KubeRay:
         asked: dict[str, list[Pod]] = {}
         try:
             return (yield from self._delete(order, asked))
+        except HasEnded as e:
+            if order.begun or asked:
+                return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended: {e}"))
+            raise
         except ActuatorError:
             for group, pods in asked.items():
                 yield from self._clear(group, tuple(p.name for p in pods))

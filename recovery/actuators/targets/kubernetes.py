@@ -24,7 +24,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     said,
     unavailable,
 )
-from rolecall.recovery.actuators.targets.target import Order, filled
+from rolecall.recovery.actuators.targets.target import HasEnded, Order, filled
 
 BUDGET_SECONDS = 5.0
 """Before the next attempt when a disruption budget does not allow an eviction now."""
@@ -49,7 +49,12 @@ class Kubernetes:
             if order.begun:
                 return f"{order.replica}#{order.incarnation} has ended"
             raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to evict")
-        by_node = yield from self._find(order)
+        try:
+            by_node = yield from self._find(order)
+        except HasEnded as e:
+            if order.begun:
+                return f"{order.replica}#{order.incarnation} has ended: {e}"
+            raise
         pods = sorted({p.uid: p for p in by_node.values()}.values(), key=lambda p: p.name)
         for pod in pods:
             if not pod.owner:
@@ -83,7 +88,7 @@ class Kubernetes:
         for n, name in enumerate(names):
             pod = yield from self._api.pod(f"pod-{n}", name)
             if pod is None:
-                raise ActuatorError(f"there is no pod {name} in {self._config.namespace}")
+                raise HasEnded(f"there is no pod {name} in {self._config.namespace}")
             found.append(pod)
         return pods_of_members(order, found, f"{', '.join(names)} in {self._config.namespace}")
 

@@ -16,7 +16,7 @@ from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
 from rolecall.core.errors import ActuatorError
 from rolecall.core.text import plain
 from rolecall.recovery.actuators.calls import REFUSED, Call, HttpCall, Reply
-from rolecall.recovery.actuators.targets.target import Member, Order
+from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order
 
 CLOCKS_DIFFER_SECONDS = 2.0
 """Between two nodes; Kubernetes rounds times down to seconds."""
@@ -201,14 +201,14 @@ class KubernetesApi:
 
 def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, Pod]:
     """Node of a member -> the pod that holds it, of those that `where` names. Raises ActuatorError: a member has none,
-    or one of several."""
+    or one of several; HasEnded: its pod is gone."""
     found: dict[str, Pod] = {}
     for member in order.members:
         words = f"rank {member.rank} of {order.replica}#{order.incarnation} on {member.node}"
         if member.pod_uid:
             pod = next((p for p in pods if p.uid == member.pod_uid and not p.ended), None)
             if pod is None:
-                raise ActuatorError(f"{words} is in the pod with UID {member.pod_uid}, and no pod of {where} has that")
+                raise HasEnded(f"{words} is in the pod with UID {member.pod_uid}, and no pod of {where} has that")
             _keep(found, member, pod, order)
             continue
         if member.registered_at <= 0:
@@ -221,7 +221,7 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
         (pod,) = here
         if not 0 < pod.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS:
             state = "started after it" if pod.started_at else f"is {pod.phase or 'in no phase'}"
-            raise ActuatorError(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
+            raise HasEnded(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
         _keep(found, member, pod, order)
     return found
 

@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.core.text import plain
 from rolecall.recovery.actuators.calls import Call, CommandCall, Procedure, Reply
-from rolecall.recovery.actuators.targets.target import Member, Order, filled
+from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order, filled
 
 CLOCKS_DIFFER_SECONDS = 2.0
 """Between the controller and a node."""
@@ -77,9 +77,14 @@ class Slurm:
                 return f"{order.replica}#{order.incarnation} has ended"
             raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to end")
         job, step = self._unit_of(order)
-        if self._config.unit == "step":
-            return (yield from self._end_step(order, job, step))
-        return (yield from self._requeue(order, job))
+        try:
+            if self._config.unit == "step":
+                return (yield from self._end_step(order, job, step))
+            return (yield from self._requeue(order, job))
+        except HasEnded as e:
+            if order.begun:
+                return f"{order.replica}#{order.incarnation} has ended: {e}"
+            raise
 
     def _unit_of(self, order: Order) -> tuple[str, str]:
         """Job and step of the members. Raises ActuatorError: they are not in one of each."""
@@ -104,7 +109,7 @@ class Slurm:
     def _requeue(self, order: Order, number: str) -> Procedure:
         job = yield from self._job(number, "read")
         if job is None:
-            raise ActuatorError(f"there is no Slurm job {number} any more")
+            raise HasEnded(f"there is no Slurm job {number} any more")
         yield from self._check(order, job, f"Slurm job {job.name}")
         if job.heterogeneous:
             raise ActuatorError(f"Slurm job {job.name} is heterogeneous: Slurm cannot requeue a part of it")
@@ -213,7 +218,7 @@ class Slurm:
         name = f"{job}.{number}"
         step = yield from self._step(name, "read")
         if step is None:
-            raise ActuatorError(f"there is no Slurm step {name} any more")
+            raise HasEnded(f"there is no Slurm step {name} any more")
         yield from self._check(order, step, f"Slurm step {name}")
         if (yield from self._step(name, "again")) != step:
             raise ActuatorError(f"Slurm step {name} has changed meanwhile, and was not ended")
@@ -253,12 +258,12 @@ class Slurm:
     def _check(self, order: Order, unit: _Unit, words: str) -> Generator[Call, Reply, None]:
         """Raises ActuatorError: it is not what holds the members."""
         if unit.state != "RUNNING":
-            raise ActuatorError(f"{words} does not run: {unit.state.lower() or 'its state is not known'}")
+            raise HasEnded(f"{words} does not run: {unit.state.lower() or 'its state is not known'}")
         for member in order.members:
             if member.registered_at <= 0:
                 raise ActuatorError(f"it is not known since when rank {member.rank} of {order.replica} runs")
             if not 0 < unit.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS:
-                raise ActuatorError(
+                raise HasEnded(
                     f"{words} started after rank {member.rank} of {order.replica}#{order.incarnation}, and so does not"
                     " hold it"
                 )

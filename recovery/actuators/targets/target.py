@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rolecall.core.diagnosis import ActionKind
+from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.recovery.actuators.calls import Procedure
 
@@ -75,6 +76,10 @@ def filled(template: str, member: Member) -> str:
     """A template of the configuration (core/config/actuators.py, MEMBER_FIELDS) for the replica of this process."""
     role, index = split_replica(member.replica)
     return template.format(replica=member.replica, role=role, index=index, node=member.node, job=member.job)
+
+
+class HasEnded(ActuatorError):
+    """What ran the named incarnation is gone, or runs a later one. After a takeover that is the effect of the plan."""
 
 
 class Target(Protocol):

@@ -382,6 +382,16 @@ def test_after_a_takeover_the_field_is_cleared(ray: FakeKubernetes) -> None:
     assert listed(ray) == [{"workersToDelete": ["w-2"]}, {"workersToDelete": []}], "that of others stays"
 
 
+def test_after_a_takeover_a_later_pod_on_the_node_shows_that_it_is_done(ray: FakeKubernetes) -> None:
+    uid = ray.uid("w-1")
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][1]["scaleStrategy"] = {"workersToDelete": ["w-1"]}
+    ray.replace_pod("w-1")
+    for given in (on_node(begun=True), order(member("rollout/1", "node-1", pod_uid=uid), begun=True)):
+        it = run_ray(ray, given)
+        assert it.done.startswith("rollout/1#2 has ended: ") and listed(ray)[1] == {"workersToDelete": []}
+    assert not ray.ended
+
+
 def test_after_a_takeover_a_deletion_that_goes_on_is_waited_for(ray: FakeKubernetes) -> None:
     uid = ray.uid("w-1")
     ray.stuck = True
@@ -528,7 +538,7 @@ def test_a_watch_that_takes_over_evicts_no_second_pod(fake: FakeKubernetes, watc
     uid = fake.uid("rollout-1")
     assert watch.perform().done and fake.ended == [uid]
     result = watch.perform()  # its processes are not known to have ended
-    assert not result.done and "it started after it" in result.because and fake.ended == [uid]
+    assert result.done and "it started after it" in result.because and fake.ended == [uid]
     watch.members = []
     again = watch.perform()
     assert again.done and again.because == "rollout/1#2 has ended" and fake.ended == [uid]

@@ -123,6 +123,8 @@ def test_a_later_run_under_the_same_number_is_left_alone(fake: FakeSlurm, unit: 
     fake.start_again(fake.jobs[12])
     it = drive(slurm(unit=unit).replace(asked(leave_node=unit == "job")), fake.reply)
     assert "started after rank 0 of rollout/1#2" in it.error and not it.changing
+    it = drive(slurm(unit=unit).replace(asked(begun=True)), fake.reply)
+    assert it.done.startswith("rollout/1#2 has ended: ") and not it.changing, "after a takeover"
 
 
 @pytest.mark.parametrize("unit", ["job", "step"])

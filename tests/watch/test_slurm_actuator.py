@@ -13,6 +13,7 @@ from rolecall.core.config.actuators import SlurmActuator
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import CallEnded, CallStarted, IncidentClosed
 from rolecall.recovery.actuators.calls import Call, Reply
+from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs, missing
 from tests.recovery.actuators.driving import Driven, drive, member, order
@@ -70,7 +71,7 @@ def test_a_stopped_replica_is_requeued_and_nothing_else(job: SlurmJobs, cluster:
 # --- calls alone, without agents and a watch ----------------------------------------------------------------------
 
 
-def perform(cluster: SlurmCluster, job: str, node: str, *, unit: str = "job", leave_node: bool = False) -> Driven:
+def perform(job: str, node: str, *, unit: str = "job", leave_node: bool = False) -> Driven:
     """`job`: with its step, as its processes tell it."""
     target = Slurm(SlurmActuator.model_validate({"kind": "slurm", "unit": unit}))
     return drive(target.replace(order(member("rollout/1", node, job=job, at=time.time()), leave_node=leave_node)), make)
@@ -102,19 +103,28 @@ def test_a_job_leaves_its_drained_node_and_an_older_plan_then_ends_nothing(reach
     number = cluster.submit(STEP, "--requeue", "--ntasks=1")
     eventually(lambda: cluster.steps(number) == ["0"], "its step runs")
     (node,) = cluster.nodes_of(number)
-    it = perform(cluster, f"{number}.0", node, leave_node=True)
-    assert it.done == f"Slurm job {number} was requeued; {node} drains", it
+    target = Slurm(SlurmActuator(kind="slurm"))
+    given = order(member("rollout/1", node, job=f"{number}.0", at=time.time()), leave_node=True)
+    calls, end = calls_of(target, given)
+    assert [c.words for c in calls] == [
+        f"drain Slurm node {node}",
+        f"requeue Slurm job {number}, rollout/1",
+        f"let Slurm job {number} start now",
+    ]
+    assert cluster.restarts(number) == 0 and "DRAIN" not in cluster.run("scontrol", "show", "node", node)
+
+    it = drive(target.replace(given), make)
+    assert it.done == end == f"Slurm job {number} was requeued; {node} drains", it
     assert "DRAIN" in cluster.run("scontrol", "show", "node", node)
     assert "rolecall inc-1-x: it hangs in 'generate'" in cluster.run("scontrol", "show", "node", node)
     eventually(lambda: cluster.steps(number) == ["0"], "its step runs again")
     (now,) = cluster.nodes_of(number)
     assert now != node and cluster.restarts(number) == 1
 
-    target = Slurm(SlurmActuator(kind="slurm"))
     for place in (node, now):
         older = order(member("rollout/1", place, job=f"{number}.0", at=cluster.started_at(number) - 3.0))
         assert "started after rank 0" in drive(target.replace(older), make).error
-    assert "does not run on" in perform(cluster, f"{number}.0", node).error
+    assert "does not run on" in perform(f"{number}.0", node).error
     assert cluster.restarts(number) == 1
 
 
@@ -124,7 +134,7 @@ def test_of_an_array_one_job_is_requeued(reachable: SlurmCluster) -> None:
     eventually(lambda: len(cluster.run("squeue", "--noheader", "--states=R").split("\n")) == 4, "all run")
     eventually(lambda: cluster.steps(first) == ["0"], "its step runs")
     (node,) = cluster.nodes_of(first)
-    it = perform(cluster, f"{first}.0", node)
+    it = perform(f"{first}.0", node)
     assert it.done.startswith(f"Slurm job {first}_") and it.done.endswith(" was requeued"), it
     text = cluster.run("scontrol", "show", "job", str(first))
     assert sorted(part[0] for part in text.split("Restarts=")[1:]) == ["0", "0", "1"]
@@ -135,10 +145,10 @@ def test_a_step_is_ended_and_started_again_by_its_script(reachable: SlurmCluster
     number = cluster.submit(STEPS, "--ntasks=2")
     eventually(lambda: len(cluster.steps(number)) == 2, "both steps run")
     (node,) = cluster.nodes_of(number)
-    it = perform(cluster, f"{number}.1", node, unit="step")
+    it = perform(f"{number}.1", node, unit="step")
     assert it.done == f"Slurm step {number}.1 has ended", it
     eventually(lambda: cluster.steps(number) == ["0", "2"], "another step has taken its place")
-    assert "no Slurm step" in perform(cluster, f"{number}.1", node, unit="step").error
+    assert "no Slurm step" in perform(f"{number}.1", node, unit="step").error
 
 
 def test_what_may_not_be_requeued_goes_on(reachable: SlurmCluster) -> None:
@@ -146,6 +156,6 @@ def test_what_may_not_be_requeued_goes_on(reachable: SlurmCluster) -> None:
     number = cluster.submit(STEP, "--no-requeue", "--ntasks=1")
     eventually(lambda: cluster.steps(number) == ["0"], "its step runs")
     (node,) = cluster.nodes_of(number)
-    it = perform(cluster, f"{number}.0", node, leave_node=True)
+    it = perform(f"{number}.0", node, leave_node=True)
     assert "may not be requeued" in it.error and not it.changing
-    assert "no Slurm job 4711" in perform(cluster, "4711.0", node).error
+    assert "no Slurm job 4711" in perform("4711.0", node).error

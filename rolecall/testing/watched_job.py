@@ -52,7 +52,10 @@ class WatchedJob:
         self._environment = {**os.environ, **(environment or {}), "ROLECALL_AGENT_DIR": str(self.data_dir)}
 
     def start_agent(self) -> None:
-        options = ["--node", "node-1", "--data-dir", str(self.data_dir), "--port", "0"]
+        """It sees only what registers: other jobs of this machine are not part of this one."""
+        config = self.folder / "agent.yaml"
+        config.write_text("jobs: {enabled: false}\n")
+        options = ["--config", str(config), "--node", "node-1", "--data-dir", str(self.data_dir), "--port", "0"]
         self.start([sys.executable, "-m", "rolecall.agent", *options])
 
     @property

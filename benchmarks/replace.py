@@ -2,6 +2,7 @@
 
     python benchmarks/replace.py processes ray
     PYTHONPATH=FOLDER python benchmarks/replace.py torchft       FOLDER: with torchft's packages
+    python benchmarks/replace.py slurm                           as root, with the Debian packages slurm-wlm and munge
 
 A job of four replicas, each one process that a shell starts again when it ends; an agent and a watch in mode act
 beside it. Faults come one after the other, each in a replica of the seed's choice: `stop` (SIGSTOP) and `lock` (its
@@ -9,7 +10,8 @@ main thread waits at a lock for ever).
 
 torchft: every replica has torchft's real manager and takes part in the quorum of a real lighthouse, which is asked to
 end the group; if it has left the quorum, its process is ended. ray: the replicas are actors of a local Ray cluster,
-which starts them again.
+which starts them again. slurm: every replica is a Slurm job of its own, on a real Slurm of three nodes, all of them
+this machine; its job is requeued.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
 is a line of `results/replace.jsonl`; the report has, of each target, the lines of the newest commit.
@@ -36,6 +38,7 @@ import common
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs, slurm_version
 from rolecall.testing.watched_job import STEPS, WatchedJob
 
 LINES = common.RESULTS / "replace.jsonl"
@@ -117,7 +120,7 @@ def actuator(target: str, lighthouse: str) -> str:
     if target == "torchft":
         groups = {"rollout": "rollout_{index}"}
         return json.dumps({"kind": "torchft", "url": lighthouse, "groups": groups, "processes": processes})
-    return json.dumps(processes)
+    return json.dumps({"kind": "slurm"} if target == "slurm" else processes)
 
 
 def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Iterator[dict[str, Any]]:
@@ -132,7 +135,13 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
         stack.callback(process.kill)
         common.until("the lighthouse serves", START_SECONDS, lambda: told.exists() or None)
         lighthouse, code = told.read_text(), MEMBER + STEPS.replace("time.sleep(0.02)", "quorum(n); time.sleep(0.02)")
-    job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
+    if target == "slurm":
+        cluster = SlurmCluster(folder / "slurm", num_nodes=3)
+        stack.callback(cluster.close)
+        cluster.start()
+        job: WatchedJob = SlurmJobs(folder / "job", cluster, REPLICAS)
+    else:
+        job = WatchedJob(folder / "job", REPLICAS, code, {"LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"})
     stack.callback(job.close)
     job.start_agent()
     common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
@@ -220,19 +229,25 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
     return text
 
 
+def version_of(target: str) -> str:
+    if target == "slurm":
+        return slurm_version()
+    try:
+        return f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
+    except PackageNotFoundError:
+        return "torchft of unknown version"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", choices=("processes", "ray", "torchft"))
+    parser.add_argument("targets", nargs="*", choices=("processes", "ray", "slurm", "torchft"))
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left running
     of_commit = common.commit()
     for target in options.targets:
-        try:
-            of_target = f"torchft {version('torchft-nightly')}" if target == "torchft" else ""
-        except PackageNotFoundError:
-            of_target = "torchft of unknown version"
+        of_target = version_of(target)
         key = {"commit": of_commit, "target": target, "seed": options.seed, "version": of_target}
         with ExitStack() as stack:
             for line in run(target, options.seed, list(cases(target, options.seed, options.cases)), stack):

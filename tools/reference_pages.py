@@ -304,6 +304,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "null"
+    if value == "":
+        return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

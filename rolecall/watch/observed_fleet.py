@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import InvalidId, JournalError
@@ -33,6 +33,19 @@ FRESH_SECONDS = 30.0
 """A registration that is older is repeated history."""
 SEEN = "as its processes were seen"
 One = TypeVar("One", ProcessSample, AgentEvent)
+
+
+class _Registered(NamedTuple):
+    """`at`: wall seconds of its node."""
+
+    job: str
+    rendezvous: str
+    pod_uid: str
+    slurm_step: str
+    at: float
+
+
+_UNKNOWN = _Registered("", "", "", "", 0.0)
 
 
 @dataclass(slots=True)
@@ -62,7 +75,7 @@ class ObservedFleet:
         self._source, self._journal, self._clock, self._roles = source, journal, clock, roles
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
-        self._jobs: dict[ProcessId, str] = {}
+        self._registered: dict[ProcessId, _Registered] = {}
         self._written: dict[str, tuple[int, ReplicaState]] = {}
         self._kept = ""
         self._read()
@@ -70,7 +83,7 @@ class ObservedFleet:
     def members(self) -> list[tuple[int, Member]]:
         """(incarnation, process) of all that run."""
         return [
-            (counted.incarnation, _member(replica, rank, process, self._jobs.get(process, "")))
+            (counted.incarnation, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
             for replica, counted in self._replicas.items()
             for rank, process in counted.ranks.items()
             if process not in counted.ended
@@ -95,7 +108,14 @@ class ObservedFleet:
         if event.process is None:
             return
         if event.kind is AgentEventKind.REGISTERED:
-            self._jobs[event.process] = next(iter(job_names(event)), "")
+            known = self._registered.get(event.process)
+            self._registered[event.process] = _Registered(
+                job=next(iter(job_names(event)), ""),
+                rendezvous=event.detail.get("rendezvous", ""),
+                pod_uid=event.detail.get("pod_uid", ""),
+                slurm_step=event.detail.get("slurm_step", ""),
+                at=event.wall_at if known is None else min(known.at, event.wall_at),
+            )
             if now - event.wall_at <= FRESH_SECONDS:
                 self._count(event.replica, event.rank, event.process)
         elif event.kind is AgentEventKind.EXITED:
@@ -129,7 +149,7 @@ class ObservedFleet:
                 return
             for old in counted.previous:
                 self._of.pop(old, None)
-                self._jobs.pop(old, None)
+                self._registered.pop(old, None)
             counted = self._replicas[replica] = _Counted(
                 incarnation=counted.incarnation + 1,
                 since=self._clock.monotonic(),
@@ -194,7 +214,7 @@ class ObservedFleet:
                 c.incarnation,
                 c.expected,
                 [
-                    [rank, p.node, p.pid, p.start_ticks, self._jobs.get(p, ""), p not in c.ended]
+                    [rank, p.node, p.pid, p.start_ticks, *self._registered.get(p, _UNKNOWN), p not in c.ended]
                     for rank, p in c.ranks.items()
                 ],
             ]
@@ -205,37 +225,48 @@ class ObservedFleet:
     def _read(self) -> None:
         """What an earlier watch counted: its processes keep their numbers."""
         try:
-            for replica, incarnation, expected, rank, process, job, lives in _kept(self._journal):
+            for replica, incarnation, expected, rank, process, registered, lives in _kept(self._journal):
                 counted = self._replicas.setdefault(
                     replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
                 )
                 counted.ranks[rank] = process
                 counted.ended |= set() if lives else {process}
                 self._of[process] = replica, incarnation
-                self._jobs[process] = job
+                self._registered[process] = registered
         except (JournalError, ValueError, TypeError, AttributeError) as e:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
-            self._replicas, self._of, self._jobs = {}, {}, {}
+            self._replicas, self._of, self._registered = {}, {}, {}
 
 
-def _member(replica: str, rank: int, process: ProcessId, job: str) -> Member:
+def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
     return Member(
-        replica=replica, rank=rank, node=process.node, pid=process.pid, start_ticks=process.start_ticks, job=job
+        replica=replica,
+        rank=rank,
+        node=process.node,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        job=registered.job,
+        rendezvous=registered.rendezvous,
+        registered_at=registered.at,
+        pod_uid=registered.pod_uid,
+        slurm_step=registered.slurm_step,
     )
 
 
-def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, str, bool]]:
-    """(replica, incarnation, expected ranks, rank, process, job, whether it lives) as the newest watch has counted.
+def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
+    """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
     for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
-        for rank, node, pid, start_ticks, job, lives in ranks:
+        for rank, node, pid, start_ticks, *names, at, lives in ranks:
             process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
-            yield replica, incarnation, expected, rank, process, job, lives
+            job, rendezvous, pod_uid, slurm_step = map(str, names)
+            registered = _Registered(job, rendezvous, pod_uid, slurm_step, float(at))
+            yield replica, incarnation, expected, rank, process, registered, lives
 
 
 def kept_members(journal: Journal) -> list[tuple[int, Member]]:
     """(incarnation, process) of all that ran when the newest watch last looked; none if nothing was kept."""
     try:
-        return [(n, _member(replica, rank, p, job)) for replica, n, _, rank, p, job, lives in _kept(journal) if lives]
+        return [(n, _member(replica, rank, p, it)) for replica, n, _, rank, p, it, lives in _kept(journal) if lives]
     except (ValueError, TypeError, AttributeError):
         return []

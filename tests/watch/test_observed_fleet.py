@@ -12,7 +12,8 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.watch.observed_fleet import FLAG, FRESH_SECONDS, SETTLE_SECONDS, ObservedFleet
+from rolecall.recovery.actuators.targets.target import Member
+from rolecall.watch.observed_fleet import FLAG, FRESH_SECONDS, SETTLE_SECONDS, ObservedFleet, kept_members
 
 S = ReplicaState
 
@@ -191,6 +192,28 @@ def test_a_watch_that_takes_over_goes_on_counting(it: Fleet) -> None:
     it.see((A, 0, process(50)))
     it.see((A, 0, process(50)))
     assert it.state(A) == (3, 3, S.SERVING, 50)
+
+
+def test_what_a_process_told_when_it_registered_is_known_and_kept(it: Fleet) -> None:
+    registered = it.event(AgentEventKind.REGISTERED, process(10), A, age=FRESH_SECONDS + 1.0)
+    details = {"job": "77", "rendezvous": "77.0", "pod_uid": "u", "slurm_step": "77.0"}
+    again = replace(registered, wall_at=registered.wall_at + 9.0, detail=details)
+    it.see((A, 0, process(10)), events=(registered, again))
+    expected = Member(
+        replica=A,
+        rank=0,
+        node="n-1",
+        pid=10,
+        start_ticks=10,
+        job="77",
+        rendezvous="77.0",
+        registered_at=registered.wall_at,
+        pod_uid="u",
+        slurm_step="77.0",
+    )
+    assert it.fleet.members() == [(1, expected)]
+    it.start()
+    assert it.fleet.members() == kept_members(it.journal) == [(1, expected)]
 
 
 def test_what_cannot_be_read_is_counted_anew(it: Fleet, caplog: pytest.LogCaptureFixture) -> None:

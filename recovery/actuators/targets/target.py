@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rolecall.core.diagnosis import ActionKind
+from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.recovery.actuators.calls import Procedure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A process of the job as its agent sees it. `job`: run id or rendezvous; empty: not known."""
+    """A process of the job as its agent sees it. `job`: run id or rendezvous; `rendezvous`: that alone (`host:port` of
+    torchrun, `job.step` of Slurm); empty: not known. `registered_at`: when its agent first saw it, wall seconds of its
+    node; what contains the process has started before. 0: not known. `pod_uid`, `slurm_step` (`4711.0`): what contains
+    it, from its cgroup; empty: not known, or not there."""
 
     replica: str
     rank: int
@@ -19,6 +23,10 @@ class Member:
     pid: int
     start_ticks: int
     job: str = ""
+    rendezvous: str = ""
+    registered_at: float = 0.0
+    pod_uid: str = ""
+    slurm_step: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,11 @@ class Order:
         return split_replica(self.replica)[1]
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Of the members, each once."""
+        return tuple(sorted({m.node for m in self.members}))
+
+    @property
     def fields(self) -> Mapping[str, str | int]:
         """For templates of names in the configuration."""
         return {
@@ -57,6 +70,16 @@ class Order:
             "incarnation": self.incarnation,
             "node": self.node,
         }
+
+
+def filled(template: str, member: Member) -> str:
+    """A template of the configuration (core/config/actuators.py, MEMBER_FIELDS) for the replica of this process."""
+    role, index = split_replica(member.replica)
+    return template.format(replica=member.replica, role=role, index=index, node=member.node, job=member.job)
+
+
+class HasEnded(ActuatorError):
+    """What ran the named incarnation is gone, or runs a later one. After a takeover that is the effect of the plan."""
 
 
 class Target(Protocol):

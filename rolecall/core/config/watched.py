@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolecall.core.config.actuators import ActuatorConfig
+from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
@@ -42,6 +42,10 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
     if config.actuator is not None and not config.roles:
         problems.append("roles: name the roles whose replicas may be replaced, for example [rollout]")
     problems += [f"roles: {role!r} is no role" for role in config.roles if not ID_PATTERN.fullmatch(role)]
+    if isinstance(config.actuator, KubeRayActuator) and config.actuator.wait_seconds > config.deadline_seconds / 2:
+        problems.append(
+            "actuator.wait_seconds: must be at most half of deadline_seconds: workersToDelete is cleared then"
+        )
     if problems:
         raise ConfigError(problems, source)
     return config

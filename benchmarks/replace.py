@@ -14,8 +14,8 @@ which starts them again. slurm: every replica is a Slurm job of its own, on a re
 this machine; its job is requeued.
 
 A case is right if its incident is resolved, names that replica, and no other replica has another PID than before. Each
-is a line of `results/replace.jsonl`, with the number of incidents that were tolerated beside it; the report has, of each
-target, the lines of the newest commit.
+is a line of `results/replace.jsonl`, with the number of incidents that were tolerated beside it; the report has, of
+each target, the lines of the newest commit.
 """
 
 import argparse

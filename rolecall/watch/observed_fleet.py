@@ -107,7 +107,7 @@ class ObservedFleet:
     def _take_event(self, event: AgentEvent, now: float) -> None:
         if event.process is None:
             return
-        if event.kind is AgentEventKind.REGISTERED:
+        if event.kind is AgentEventKind.REGISTERED and event.replica.partition("/")[0] in self._roles:
             known = self._registered.get(event.process)
             self._registered[event.process] = _Registered(
                 job=next(iter(job_names(event)), ""),

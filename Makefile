@@ -14,6 +14,8 @@ endif
 READY := $(VENV)/.ready-$(DEVICE)
 BIN := $(VENV)/bin
 ARGS ?=
+# All folders with e2e tests: to collect the others takes half a minute.
+E2E := tests/e2e tests/rl_runtime/cluster
 export OMP_NUM_THREADS := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
@@ -25,7 +27,8 @@ demo: $(READY)  ## a run that loses replicas and keeps learning; ARGS="--seed 7 
 
 test: $(READY)  ## all tests but the long ones, one seed of each end-to-end scenario
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" --durations=15 $(ARGS)
-	$(BIN)/python -m pytest -m e2e --durations=12 $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "e2e and light" --durations=4 $(E2E) $(ARGS)
+	$(BIN)/python -m pytest -m "e2e and not light" --durations=12 $(E2E) $(ARGS)
 
 test-fast: $(READY)  ## without engines, Ray or slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not engine and not long and not slow" $(ARGS)

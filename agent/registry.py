@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.agent.collectors.base import LoggedOnce
+from rolecall.agent.collectors.counters import read_at_most
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
+from rolecall.agent.processes.workload import workload_of
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId, ProcessId, replica_id
@@ -40,6 +42,7 @@ EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
 """Rate limit of EXCEPTION events per process, so that one that raises in a loop does not displace the events of others.
 Exceptions beyond it are counted as refused; the newest is reported from the page later."""
 LOG_FILE_CHARACTERS_MAX = 300
+CGROUP_BYTES_MAX = 16_384
 DEAD_SHOWN_SECONDS = 10.0
 """How long a dead process stays among the samples (alive: false) before it is dropped and its page removed."""
 
@@ -166,7 +169,9 @@ class Registry:
                 "the same name; if jobs share nodes, set jobs.rules.by_job on each of them",
                 *(claim.job, claim.replica),
             )
-        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
+        cgroup = read_at_most(f"{self._proc}/{claim.process.pid}/cgroup", CGROUP_BYTES_MAX)
+        known = {**workload_of(cgroup.decode("utf-8", "replace")), **detail}
+        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=known)
         self._save()
 
     def _others_in(self, claim: Registration) -> list[Tracked]:

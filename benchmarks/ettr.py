@@ -48,6 +48,10 @@ from rolecall.core.journal.payloads import StepCommitted
 from rolecall.core.rundir import RunDir
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.rl_runtime.faults.injector import inject
+from rolecall.simulate.faults import StageSeconds
+from rolecall.simulate.measured import MeasuredFault, MeasuredRun, simulate_measured
+from rolecall.simulate.settings import ARMS as SIMULATOR_ARMS
+from rolecall.simulate.simulator import Account
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, parse_injections, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
@@ -67,6 +71,8 @@ FIND_SECONDS = 120.0
 TARGET_SECONDS = 300.0
 """A replica that is not at work for so long is not hit: the fault is counted as skipped."""
 END_SECONDS = 60.0
+SIMULATED = {"role": "replica", "warm": "restart_warm", "cold": "restart_cold"}
+"""Arm here -> arm of the simulator."""
 JOB = """
 name: ettr
 seed: {seed}
@@ -224,7 +230,9 @@ class Driver:
         return opened is not None and opened.wall_at > injected_at
 
 
-def one_run(arm: str, seed: int, percent: float, roles: str, options: argparse.Namespace) -> dict[str, Any]:
+def one_run(
+    arm: str, seed: int, percent: float, roles: str, microbatches: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Runs the job once; returns what was measured."""
     name = f"ettr-{arm}-{seed}-{int(time.time())}"
     RUNS.mkdir(exist_ok=True)
@@ -235,7 +243,7 @@ def one_run(arm: str, seed: int, percent: float, roles: str, options: argparse.N
             steps=options.steps,
             trainers=NUM_TRAINERS,
             rollouts=NUM_ROLLOUTS,
-            microbatches=options.microbatches,
+            microbatches=microbatches,
             checkpoint_every=options.checkpoint_every,
             standbys=options.standbys,
             nodes=1 + NUM_TRAINERS + NUM_ROLLOUTS + options.standbys,
@@ -274,7 +282,8 @@ def measured(
     faults: Sequence[InjectedFault],
     killed_at: Sequence[float],
 ) -> dict[str, Any]:
-    """Numbers of one run. `killed_at`: cold restarts, wall seconds. Empty if no step was committed."""
+    """Numbers of one run. `killed_at`: cold restarts, wall seconds; what is reported of a cluster that was ended on
+    purpose is no false alarm. Empty if no step was committed."""
     committed, began = steps(events), training_began(events)
     if not committed or began is None:
         return {}
@@ -286,6 +295,8 @@ def measured(
     gaps = [b.at - a.at for a, b in pairwise(committed)]
     pace = statistics.median(gaps) if gaps else end - began
     commits_at = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
+    alarms = [s.incident for s in joined.summaries if s.incident.incident_id in joined.false_alarms]
+    alarms = [a for a in alarms if not any(kill <= a.opened_at <= kill + END_SECONDS for kill in killed_at)]
     commits, recoveries = Commits(events), []
     for fault in faults:
         summary = next((s for s in joined.summaries if s.fault == fault), None)
@@ -307,6 +318,8 @@ def measured(
         )
         role, _, index = fault.target.partition("/")
         recovery = {"role": role, "replica": int(index), "step": position(began, commits_at, pace, fault.injected_at)}
+        served = [r.serving_at - started for r in made if r.serving_at is not None] if started is not None else []
+        recovery["away"] = round(statistics.fmean(served), 3) if served else None
         recoveries.append(recovery | phases.seconds | {"whole": phases.whole})
     return {
         "num_steps": len(committed),
@@ -319,7 +332,9 @@ def measured(
         "steps_trained_again": len(every) - len(committed),
         "num_faults": len(faults),
         "num_missed": len(joined.missed),
-        "false_alarms": len(joined.false_alarms),
+        "false_alarms": len(alarms),
+        "false_alarms_about": [a.diagnosis.because[:80] for a in alarms],
+        "killed_at": list(killed_at),
         "recoveries": recoveries,
     }
 
@@ -360,86 +375,168 @@ def cold_losses(
 
 
 def spread(values: Sequence[float | None], digits: int = 1) -> str:
-    """`median (least to most)`."""
+    """`median (least to most)`; of one value, itself."""
     known = [v for v in values if v is not None]
     if not known:
         return "-"
+    if len(known) == 1:
+        return f"{known[0]:.{digits}f}"
     least, most = (f"{v:.{digits}f}" for v in (min(known), max(known)))
     return f"{statistics.median(known):.{digits}f} ({least} to {most})"
 
 
+def simulated(line: Mapping[str, Any], free: Mapping[str, Any]) -> Account | None:
+    """The run as the simulator computes it from the run without faults, the moments of the faults and the times of the
+    recoveries' stages. None: a stage was not measured.
+
+    A restart of the job leaves trainers without trajectories: `fill` is what the interrupted step took longer after it
+    than a step takes. Both sides count as the report does: after a trainer's fault no trainer until the commit (the
+    cold arm: until it serves again).
+    """
+    arm, step_seconds = line["arm"], free["seconds_to_n"] / free["num_steps"]
+    faults = []
+    for r in line["recoveries"]:
+        if None in (r["detect"], r["decide"], r["restart"], r["reconnect"], r["away"], r["whole"]):
+            return None
+        restart = r["restart"] + r["reconnect"] if arm == "role" else r["away"]
+        fill = 0.0 if arm == "role" else max(0.0, r["whole"] - r["detect"] - r["decide"] - restart - step_seconds)
+        stages = StageSeconds(detect=r["detect"], decide=r["decide"], restart=restart, fill=fill)
+        fault = MeasuredFault(
+            step=r["step"], role=r["role"], replica=r["replica"], stages=stages, until_commit=arm != "cold"
+        )
+        faults.append(fault)
+    run = MeasuredRun(
+        num_steps=line["num_steps"],
+        step_seconds=step_seconds,
+        num_trainers=NUM_TRAINERS,
+        num_rollouts=NUM_ROLLOUTS,
+        faults=faults,
+        checkpoint_every_steps=line["settings"]["checkpoint_every"],
+    )
+    return simulate_measured(run, SIMULATOR_ARMS[SIMULATED[arm]])
+
+
+def step_of(lines: Sequence[Mapping[str, Any]], like: Mapping[str, Any]) -> float | None:
+    """Seconds of a step without faults, of the runs with these settings."""
+    free = [x["step_seconds"] for x in lines if x["arm"] == "none" and x["settings"] == like["settings"]]
+    return statistics.median(free) if free else None
+
+
+def free_of(lines: Sequence[dict[str, Any]], like: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The run without faults of the same seed and settings."""
+    same = (x for x in lines if x["arm"] == "none")
+    return next((x for x in same if (x["seed"], x["settings"]) == (like["seed"], like["settings"])), None)
+
+
 def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
-    first = lines[0]["settings"]
-    config = ", ".join(f"{name} {value:g}" for name, value in first.items())
+    shared = {name: value for name, value in lines[0]["settings"].items() if name != "microbatches"}
+    config = ", ".join(f"{name} {value:g}" for name, value in shared.items())
     seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
-    about = f"{NUM_TRAINERS} trainers, {NUM_ROLLOUTS} rollouts, {config}"
+    sizes = sorted({x["settings"].get("microbatches", 0) for x in lines})
+    about = f"{NUM_TRAINERS} trainers, {NUM_ROLLOUTS} rollouts, {config}, microbatches {', '.join(map(str, sizes))}"
     text = common.header("ETTR: a replica replaced, or the whole job restarted", about, seeds, of_commit)
     good = [x for x in lines if x["ok"]]
-    free = {x["seed"]: x for x in good if x["arm"] == "none"}
-    steps_free = [x["step_seconds"] for x in free.values() if x.get("step_seconds")]
-    step_seconds = statistics.median(steps_free) if steps_free else None
     text += [
         (
-            "Median (least to most) over runs. ETTR: the paper's formula; with rollouts: a lost rollout counts too. "
-            "Tokens beyond: generated beyond the same seed's run without faults. Trained again: counts as effective."
+            "Median (least to most) over runs. Step: without faults. ETTR: the paper's formula; with rollouts: a lost "
+            "rollout counts too. Tokens beyond: generated beyond the same seed's run without faults. Trained again: "
+            "counts as effective."
         ),
-        "",
-        f"A step without faults takes {spread(steps_free)} s.",
         "",
         (
-            "| steps with a fault | of | arm | runs | faults | ETTR | with rollouts | s to N steps "
+            "| step, s | steps with a fault | of | arm | runs | faults | ETTR | with rollouts | s to N steps "
             "| longer than without, % | tokens beyond | tokens trained again | steps trained again |"
         ),
-        "|---" * 12 + "|",
+        "|---" * 13 + "|",
     ]
     for percent, roles, arm, group in _groups(good):
-        longer = [100 * (x["seconds_to_n"] / free[x["seed"]]["seconds_to_n"] - 1) for x in group if x["seed"] in free]
-        beyond = [x["tokens_generated"] - free[x["seed"]]["tokens_generated"] for x in group if x["seed"] in free]
+        pairs = [(x, free) for x in group if (free := free_of(good, x)) is not None]
+        longer = [100 * (x["seconds_to_n"] / free["seconds_to_n"] - 1) for x, free in pairs]
+        beyond = [x["tokens_generated"] - free["tokens_generated"] for x, free in pairs]
+        step = step_of(good, group[0])
         text.append(
-            f"| {f'{percent:g} %' if percent else '-'} | {roles or '-'} | {arm} | {len(group)} "
+            f"| {'-' if step is None else f'{step:.1f}'} | {f'{percent:g} %' if percent else '-'} | {roles or '-'} "
+            f"| {arm} | {len(group)} "
             f"| {sum(x['num_faults'] for x in group)} | {spread([x['ettr'] for x in group], 3)} "
             f"| {spread([x['ettr_with_rollouts'] for x in group], 3)} | {spread([x['seconds_to_n'] for x in group])} "
             f"| {spread(longer)} | {spread(beyond, 0)} | {spread([x['tokens_trained_again'] for x in group], 0)} "
             f"| {spread([x['steps_trained_again'] for x in group], 0)} |"
         )
+    text += _recoveries(good) + _simulations(good)
+    for what, key in (("Faults not hit in time", "num_skipped"), ("Faults not found", "num_missed")):
+        text += ["", f"{what}: {sum(x[key] for x in good)}."]
+    about_what = sorted({words for x in good for words in x.get("false_alarms_about", ())})
     text += [
         "",
-        "## Recoveries",
-        "",
-        "Seconds. Whole: from the fault until the step that it interrupted is committed.",
-        "",
+        f"False alarms: {sum(x['false_alarms'] for x in good)}{': ' if about_what else ''}{'; '.join(about_what)}.",
     ]
-    text += [
-        "| arm | killed | n | " + " | ".join(PHASES) + " | whole | whole / step |",
-        "|---" * (len(PHASES) + 5) + "|",
-    ]
-    for arm in ARMS[1:]:
-        for role in ROLES["both"]:
-            found = [r for x in good if x["arm"] == arm for r in x["recoveries"] if r["role"] == role]
-            if found:
-                whole = [r["whole"] for r in found]
-                ratio = [w / step_seconds for w in whole if w is not None] if step_seconds else []
-                cells = [spread([r[phase] for r in found], 2) for phase in PHASES]
-                text.append(
-                    f"| {arm} | {role} | {len(found)} | {' | '.join(cells)} | {spread(whole)} | {spread(ratio, 2)} |"
-                )
-    for what, key in (
-        ("not hit in time", "num_skipped"),
-        ("not found", "num_missed"),
-        ("false alarms", "false_alarms"),
-    ):
-        text += ["", f"Faults {what}: {sum(x[key] for x in good)}." if key != "false_alarms" else
-                 f"False alarms: {sum(x[key] for x in good)}."]  # fmt: skip
     text += ["", f"Audit holds in {sum(bool(x.get('audit_ok')) for x in good)} of {len(good)} runs."]
     failures = [x for x in lines if not x["ok"]]
     return text + [line for x in failures for line in ("", f"Failed: {x['run_id']}, exit code {x['exit_code']}.")]
 
 
+def _recoveries(good: Sequence[dict[str, Any]]) -> list[str]:
+    text = [
+        "",
+        "## Recoveries",
+        "",
+        "Seconds. Whole: from the fault until the step that it interrupted is committed.",
+        "",
+        "| step, s | arm | killed | n | " + " | ".join(PHASES) + " | whole | whole / step |",
+        "|---" * (len(PHASES) + 6) + "|",
+    ]
+    steps = sorted({step for x in good if (step := step_of(good, x)) is not None})
+    for step in steps:
+        for arm in ARMS[1:]:
+            for role in ROLES["both"]:
+                runs = [x for x in good if x["arm"] == arm and step_of(good, x) == step]
+                found = [r for x in runs for r in x["recoveries"] if r["role"] == role]
+                if found:
+                    whole = [r["whole"] for r in found]
+                    ratio = [w / step for w in whole if w is not None]
+                    cells = [spread([r[phase] for r in found], 2) for phase in PHASES]
+                    text.append(
+                        f"| {step:.1f} | {arm} | {role} | {len(found)} | {' | '.join(cells)} | {spread(whole)} "
+                        f"| {spread(ratio, 2)} |"
+                    )
+    return text
+
+
+def _simulations(good: Sequence[dict[str, Any]]) -> list[str]:
+    """Each run beside what the simulator makes of its faults and stage times."""
+    rows = []
+    for x in sorted(good, key=lambda x: (x["settings"].get("microbatches", 0), x["seed"], ARMS.index(x["arm"]))):
+        free = free_of(good, x)
+        account = simulated(x, free) if free is not None and x["arm"] != "none" else None
+        if account is not None and free is not None:
+            points = 100 * (account.ettr_of_paper - x["ettr"])
+            rows.append(
+                f"| {free['step_seconds']:.1f} | {x['percent']:g} % | {x['seed']} | {x['arm']} | {x['ettr']:.3f} "
+                f"| {account.ettr_of_paper:.3f} | {points:+.1f} | {x['seconds_to_n']:.1f} | {account.seconds:.1f} |"
+            )
+    if not rows:
+        return []
+    return [
+        "",
+        "## The simulator on these runs",
+        "",
+        (
+            "`rolecall simulate` with the step time of the run without faults, the moments of the faults and the "
+            "measured times of the stages (of a restart also how long trainers wait for the first trajectories)."
+        ),
+        "",
+        "| step, s | percent | seed | arm | ETTR measured | simulated | points | s to N steps measured | simulated |",
+        "|---" * 9 + "|",
+        *rows,
+    ]
+
+
 def _groups(lines: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, str, list[dict[str, Any]]]]:
-    found: dict[tuple[float, str, int], list[dict[str, Any]]] = defaultdict(list)
+    found: dict[tuple[float, float, str, int], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
-        found[-line["percent"], line["roles"], ARMS.index(line["arm"])].append(line)
-    for (percent, roles, arm), group in sorted(found.items()):
+        size = line["settings"].get("microbatches", 0)
+        found[size, -line["percent"], line["roles"], ARMS.index(line["arm"])].append(line)
+    for (_, percent, roles, arm), group in sorted(found.items()):
         yield -percent, roles, ARMS[arm], group
 
 
@@ -461,8 +558,7 @@ def read_lines() -> list[dict[str, Any]]:
     return [json.loads(text) for text in LINES.read_text().splitlines()] if LINES.exists() else []
 
 
-def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commit: str) -> None:
-    ends_at = time.monotonic() + 60 * options.minutes
+def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commit: str, ends_at: float) -> None:
     for arm, seed, percent, roles in planned(options):
         key = {"commit": of_commit, "arm": arm, "seed": seed, "percent": percent, "roles": roles, "settings": settings}
         before = [x for x in read_lines() if {name: x[name] for name in key} == key]
@@ -471,7 +567,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
         if time.monotonic() > ends_at:
             print("out of time: call again to go on", flush=True)
             return
-        line = key | one_run(arm, seed, percent, roles, options)
+        line = key | one_run(arm, seed, percent, roles, int(settings["microbatches"]), options)
         with LINES.open("a") as file:
             file.write(json.dumps(line) + "\n")
         shown = {name: line.get(name) for name in ("ok", "exit_code", "seconds", "seconds_to_n", "ettr", "num_faults")}
@@ -481,7 +577,7 @@ def run_all(options: argparse.Namespace, settings: Mapping[str, float], of_commi
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--microbatches", type=int, default=16, help="of a step: sets how long it takes")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[24], help="of a step: set how long it takes")
     parser.add_argument("--checkpoint-every", type=int, default=1, help="steps")
     parser.add_argument("--standbys", type=int, default=1)
     parser.add_argument("--percent", type=float, nargs="+", default=[10.0, 5.0, 2.0])
@@ -496,10 +592,11 @@ def main() -> int:
     options = parser.parse_args()
     of_commit = options.commit or common.commit()
     names = ("steps", "microbatches", "checkpoint_every", "standbys")
-    settings = {name: getattr(options, name) for name in names}
-    if not options.report_only:
-        run_all(options, settings, of_commit)
-    lines = [x for x in read_lines() if x["commit"] == of_commit and x["settings"] == settings]
+    every = [{**{name: getattr(options, name) for name in names}, "microbatches": n} for n in options.microbatches]
+    ends_at = time.monotonic() + 60 * options.minutes
+    for settings in every if not options.report_only else ():
+        run_all(options, settings, of_commit, ends_at)
+    lines = [x for x in read_lines() if x["commit"] == of_commit and x["settings"] in every]
     if not lines:
         print("no run of this commit with these settings")
         return 1

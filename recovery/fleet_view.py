@@ -86,6 +86,7 @@ class RunPlaces:
     ranks: Mapping[str, int] = field(default_factory=dict)  # role -> ranks of each replica, where it has several
     memory_bytes: Mapping[str, int] = field(default_factory=dict)  # role -> of one replica at its peak, an estimate
     num_hybrids: int = 0  # trainers that share their node with the rollout of the same number
+    scheduled: bool = False  # the job's own scheduler finds nodes for replacements
 
     def gpus_needed(self, role: str) -> int:
         """One for each rank of a computing replica; a trainer stands for its hybrid, whose larger half decides."""

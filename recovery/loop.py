@@ -36,7 +36,8 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
+from rolecall.recovery.actuators.base import ActionResult, Actuator
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.borrowing import comebacks
 from rolecall.recovery.fleet_view import FleetView, RunPlaces, fleet_view
 from rolecall.recovery.guards import Situation
@@ -134,7 +135,7 @@ class Watch:
         self._renew_at = 0.0
         self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._cached_fleet: FleetView | None = None
-        self._places = RunPlaces()
+        self._places = RunPlaces(scheduled=actuator.schedules)
         self._windows_to_keep: list[str] = []
         self._failures = HandlingFailures(clock)
         self._evidence = EvidenceRecorder(evidence_collector)
@@ -371,8 +372,8 @@ class Watch:
                     question=move.question.to_dict(),
                 )
                 self._write(created, key=move.key, incident=incident)
-            else:
-                self._perform(incident, move)
+            elif not self._perform(incident, move):
+                return
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
 
@@ -395,7 +396,8 @@ class Watch:
             logger.info("%s", e)
             self._projection.refresh(self._journal)
 
-    def _perform(self, incident: Incident, move: Perform) -> None:
+    def _perform(self, incident: Incident, move: Perform) -> bool:
+        """Returns whether the action has ended; else it is under way, and is performed further in the next tick."""
         assert self._lease is not None and incident.attempt is not None
         for event in events_before_plan(
             incident,
@@ -423,12 +425,15 @@ class Watch:
                 raise
             logger.exception("%s: the actuator failed again", incident.incident_id)
             result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
+        if result is None:
+            return False
         if result.done:
             for lender in move.plan.lent:  # healthy until now
                 self._detector.forget(lender.replica, lender.incarnation + 1)
             self._append(incident, done(incident, incident.attempt, result.to_dict()))
         else:
             self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))
+        return True
 
     def _resume_lenders(self) -> None:
         """Starts replicas again that had lent their nodes, once nodes are free. A plan that lends a node lends it until
@@ -474,7 +479,7 @@ class Watch:
     def _fleet(self) -> FleetView:
         # Read once per tick, and again after each step.
         if self._cached_fleet is None:
-            if not self._places.nodes:
+            if not self._places.nodes and not self._places.scheduled:
                 self._places = RunPlaces.of_run(self._journal)
             self._cached_fleet = fleet_view(self._journal.desired(), self._journal.current(), self._places)
         return self._cached_fleet

@@ -191,6 +191,7 @@ def question(
         same_step=frozenset(
             i.attempt.plan.action
             for i in known
+            if not fleet.places.scheduled  # the steps of another system's job are not known to be committed
             if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
             if (i.verified_at or 0.0) > since
             and {fleet.unit_of(r) for r in i.named} & {fleet.unit_of(r) for r in incident.named}
@@ -344,6 +345,8 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
 def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[PlanTarget, ...]:
     """Targets for which there is neither a standby of their role nor a free node; of a hybrid one, its trainer's role
     decides."""
+    if facts.fleet.places.scheduled:
+        return ()
     avoid = facts.avoided | {str(t.node) for t in targets}
     taken: list[str] = []
     found: list[PlanTarget] = []
@@ -397,12 +400,16 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
         incarnation_now = max(suspect.incarnation, made.get(replica, 0))
         if seen is None and not facts.supports:  # rolecall did not start this job and knows only what is observed
             found[replica] = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation_now, node=suspect.node)
+        elif seen is None and facts.fleet.places.scheduled:
+            why_not = f"{replica} may not be replaced: its role is not in `roles` of the watch file"
         elif seen is None:
             why_not = f"{replica} is not part of this run"
         elif seen.lent:
             why_not = f"{replica} has lent its node and does not run"
         elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY
+        elif seen.desired_incarnation < incarnation_now and facts.fleet.places.scheduled and facts.past:
+            why_not = f"{replica}#{incarnation_now} was never seen: {facts.past[-1].because}"
         elif seen.desired_incarnation < incarnation_now:
             why_not = f"{replica}#{incarnation_now} is named, but the newest incarnation is #{seen.desired_incarnation}"
         else:

@@ -28,6 +28,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of simulations and random tests")
 
 
+E2E_FOLDERS = tuple(Path(__file__).parent / folder for folder in ("e2e", "rl_runtime/cluster"))
+"""`make test` looks for end-to-end tests there only."""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("e2e") and not any(item.path.is_relative_to(folder) for folder in E2E_FOLDERS):
+        raise pytest.UsageError(f"{item.nodeid}: `make test` would not run this e2e test: not in its E2E folders")
+
+
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     value = request.config.getoption("--seed")

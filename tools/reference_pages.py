@@ -137,6 +137,50 @@ recovery: {{mode: act, horizon_seconds: 3600, webhook_url: "http://127.0.0.1:999
     return head + "\n".join(_section(JobConfig, ()))
 
 
+def watch_file_page() -> str:
+    """`watch-file.md`: the configuration of a watch over a job that rolecall did not start."""
+    from rolecall.core.config.watched import WatchedConfig
+
+    head = f"""# Watch file
+
+Generated from `rolecall/core/config/{{watched,actuators}}.py` by `{COMMAND}`.
+
+`rolecall watch agents AGENTS --config FILE` reads a YAML mapping. Unknown keys are refused; all problems are reported
+at once as `path: reason` with exit code 2. How to use it: [replace a replica of a job that you already
+run](../howto/replace.md).
+
+```yaml
+recovery: {{mode: approve}}
+roles: [rollout]
+actuator:
+  kind: command
+  replace: [ssh, "{{node}}", kill, "-KILL", "{{pid}}"]
+```
+
+## Top level
+
+| field | type | default | meaning |
+|---|---|---|---|
+| `recovery` | section | mode observe | As in a [job file](job-file.md#recovery). Mode observe tells what it would do. |
+| `detector` | section | | As in a [job file](job-file.md#detector). |
+"""
+    fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}
+    actuators = _sections_in(fields.pop("actuator").annotation)
+    rows = [f"| `{n}` | {_type(f)} | {_default(f)} | {_cell(f.description or '')} |" for n, f in fields.items()]
+    text = head + "\n".join(rows) + "\n"
+    for actuator in actuators:
+        kind = typing.get_args(actuator.model_fields["kind"].annotation)[0]
+        text += "\n".join(_section(actuator, ("actuator", f"kind: {kind}"))) + "\n"
+    return text
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    """The models of a union, in their order."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return [model for part in typing.get_args(annotation) for model in _sections_in(part)]
+
+
 def simulation_file_page() -> str:
     """`simulation-file.md`: every field of the settings of a simulated run, and the default arms."""
     import yaml
@@ -260,6 +304,8 @@ def _default(field: FieldInfo) -> str:
         return "required"
     if value is None:
         return "null"
+    if value == "":
+        return "empty"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
@@ -422,6 +468,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "events.md": events_page,
     "http-api.md": http_api_page,
     "job-file.md": job_file_page,
+    "watch-file.md": watch_file_page,
     "metrics.md": metrics_page,
     "simulation-file.md": simulation_file_page,
 }

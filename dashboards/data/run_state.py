@@ -46,7 +46,8 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
     elif stalled is not None:
         kind, word = "bad", f"Stalled: no step for {age(stalled)}"
     elif run.step < 0:
-        word = "Starting" if run.started_at is not None or run.replicas else "Watched"
+        ours = run.started_at is not None or (run.replicas and not snapshot.observed)
+        word = "Starting" if ours else "Watched"
         kind = "note" if word == "Starting" else "good"
         if word == "Watched" and not (snapshot.observed or snapshot.projection.incidents):
             kind, word = "note", "Not started"
@@ -99,5 +100,7 @@ def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
     if snapshot.trends.curve:
         return snapshot.trends.steps.get(incident.incident_id)
     named = {(s.replica, s.rank) for s in incident.diagnosis.suspects}
+    pids = {(str(s.node), s.process.pid) for s in incident.diagnosis.suspects if s.process is not None}
+    # A rank that was started again stands at a step of its own.
     here = (r for r in snapshot.observed if {(r.replica, r.rank), (r.replica, None)} & named)
-    return max((r.step for r in here if r.step >= 0), default=None)
+    return max((r.step for r in here if r.step >= 0 and (not pids or (r.node, r.pid) in pids)), default=None)

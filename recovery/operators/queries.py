@@ -22,7 +22,7 @@ from rolecall.core.journal.payloads import (
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import in_words
-from rolecall.recovery.actuators import STOP_FLAG
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_of

@@ -223,6 +223,22 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
     out(commands.return_node(chosen_run(runs, run), name, whoami(), because))
 
 
+@node.command(name="end", epilog=examples("rolecall node end 4711 --start-ticks 812345"))
+def end(
+    pid: Annotated[int, typer.Argument(min=2, help="PID on this node.", metavar="PID")],
+    start_ticks: Annotated[
+        int, typer.Option("--start-ticks", help="Its start time: field 22 of /proc/PID/stat. Another one: gone.")
+    ],
+    grace: Annotated[float, typer.Option("--grace", min=0, max=600, help="Seconds after SIGTERM until SIGKILL.")] = 0.0,
+) -> None:
+    """End a process of this node and its descendants.
+
+    Never another process that has its PID by now. Exit code 2 if it does not end."""
+    from rolecall.node.end_process import end_process
+
+    out(end_process(pid, start_ticks, grace_seconds=grace))
+
+
 @node.command(
     name="burn-in", epilog=examples("rolecall node burn-in --seconds 600", "rolecall node burn-in node-4 --run latest")
 )

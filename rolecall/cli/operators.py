@@ -90,15 +90,24 @@ def resume(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROO
 @app.command(epilog=examples('rolecall replace rollout/3 --reason "fan failure on node-4"'))
 def replace(
     replica: Annotated[str, typer.Argument(help="Replica, as rollout/3.", metavar="REPLICA")],
-    because: ReasonOption,
+    because: ReasonOption = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the calls that would be made to replace it, and make none.")
+    ] = False,
     run: RunOption = "",
     runs: RootOption = ROOT,
 ) -> None:
     """Request the replacement of a replica.
 
-    The same guards apply as to a diagnosis."""
+    The same guards apply as to a diagnosis. --dry-run is for jobs that rolecall watches with an actuator: it asks
+    nothing of the watch, and needs no reason."""
     from rolecall.recovery.operators import commands
 
+    if dry_run:
+        from rolecall.watch.dry_run import planned_calls
+
+        out(planned_calls(chosen_run(runs, run), replica))
+        return
     out(commands.replace(chosen_run(runs, run), replica, because, whoami()))
 
 

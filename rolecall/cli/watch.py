@@ -175,6 +175,14 @@ def watch_agents(
             help="URL that pages on-call; its format follows from it, a key is read from ROLECALL_NOTIFY_SECRET.",
         ),
     ] = "",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="YAML file with recovery, detector, and the actuator that replaces a replica (default: observe).",
+            metavar="FILE",
+        ),
+    ] = None,
     credentials: CredentialsOption = None,
     metrics: MetricsOption = "",
     web_config: WebConfigOption = None,
@@ -182,10 +190,12 @@ def watch_agents(
     runs: RootOption = ROOT,
     as_json: LinesOption = False,
 ) -> int:
-    """Watch any job through the agents of its nodes. Observes only: no action is taken.
+    """Watch any job through the agents of its nodes.
 
+    Observes only, unless --config has an actuator and recovery.mode approve or act.
     Exit code 1 if a fault was found."""
     from rolecall.core.clock import SystemClock
+    from rolecall.core.config.watched import load_watched
     from rolecall.terminal.watch import JobLines, JobScreen
     from rolecall.watch.agents import AgentsFile, is_file, listed, named_agents, node_of, observing_run
     from rolecall.watch.panels import authorization
@@ -193,6 +203,7 @@ def watch_agents(
 
     endpoint = _metrics_endpoint(metrics, web_config)
     header = authorization(credentials, {})
+    watched = None if config is None else load_watched(config)
 
     def ask(url: str) -> str:
         return node_of(url, header)
@@ -200,11 +211,11 @@ def watch_agents(
     run_id = run_id or f"watch-{datetime.datetime.now():%m%d-%H%M%S}"
 
     def keep(found: Mapping[str, str]) -> None:
-        observing_run(runs, run_id, found, webhook or None)
+        observing_run(runs, run_id, found, webhook or None, watched)
 
     file = AgentsFile(Path(agents), ask, keep, SystemClock()) if is_file(agents) else None
     found = file.first() if file else named_agents(listed(agents), ask)
-    run = observing_run(runs, run_id, found, webhook or None)
+    run = observing_run(runs, run_id, found, webhook or None, watched)
     nodes = ", ".join(list(found)[:NODES_SHOWN_MAX]) + (", ..." if len(found) > NODES_SHOWN_MAX else "")
     progress(f"watching {counted(len(found), 'node')} ({nodes}); incidents: rolecall incidents --run {run.shell_name}")
     with _display(as_json, JobLines(out), JobScreen) as display:

@@ -51,8 +51,10 @@ def request(
     bytes_max: int,
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
+    ca_path: str = "",
 ) -> HttpAnswer:
     """One exchange on a new connection. For threads without an event loop. `bytes_max` 0: the body is not read.
+    `ca_path`: certificates of the authorities to trust, instead of the system's.
 
     Raises:
         HttpFailed: no response in time, not HTTP, or more than `bytes_max` bytes.
@@ -63,7 +65,7 @@ def request(
     # Not `asyncio.run`: it would finally wait for a name lookup that hangs in another thread.
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
+        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max, ca_path))
     except (TimeoutError, httpx.TimeoutException):
         raise HttpFailed(f"no whole answer within {deadline_seconds:g} s", late=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
@@ -77,12 +79,18 @@ def request(
 
 
 async def _exchange(
-    method: str, url: str, headers: dict[str, str], content: bytes | None, seconds: float, bytes_max: int
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    content: bytes | None,
+    seconds: float,
+    bytes_max: int,
+    ca_path: str,
 ) -> HttpAnswer:
     import httpx
 
-    # The system's certificate authorities; a context is expensive, and plain HTTP needs none.
-    verify: Any = ssl.create_default_context() if url.startswith("https:") else False
+    # A context is expensive, and plain HTTP needs none.
+    verify: Any = ssl.create_default_context(cafile=ca_path or None) if url.startswith("https:") else False
     timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
     async with (
         asyncio.timeout(seconds),

@@ -82,6 +82,7 @@ class NodeFacts:
     free_bytes: int | None = None
     free_inodes: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process given by --pid
+    raylets: Mapping[int, bool | None] = field(default_factory=dict)  # PID -> cleans process groups up; None: unknown
     clock_state: int | None = None  # of adjtimex
     clock_error_seconds: float | None = None
     clock_offsets: tuple[ClockOffset, ...] = ()  # of other agents, where some were named
@@ -116,6 +117,7 @@ def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
             _socket,
             _data_dir,
             _nccl,
+            _ray,
             _clock,
             _clocks,
         ),
@@ -322,6 +324,23 @@ def _nccl(facts: NodeFacts) -> Iterator[_Result]:
         yield _ok("torch and NCCL settings allow diagnosis")
     else:
         yield _ok("no rank was checked; --pid PID checks the torch and NCCL settings of one")
+
+
+RAY_CLEANUP = "RAY_process_group_cleanup_enabled"
+
+
+def _ray(facts: NodeFacts) -> Iterator[_Result]:
+    for pid, cleans in sorted(facts.raylets.items()):
+        if cleans is None:
+            yield _unknown(f"the environment of Ray's raylet {pid} cannot be read", "run it as Ray's user, or root")
+        elif not cleans:
+            # vllm#55510: an engine core that outlived its actor kept 115 GiB of the GPU.
+            yield _warning(
+                f"Ray's raylet {pid} leaves the children of dead actors running: an engine's core can keep its GPU",
+                f"set {RAY_CLEANUP}=1 before `ray start`",
+            )
+        else:
+            yield _ok(f"Ray's raylet {pid} ends the children of dead actors")
 
 
 def _clock(facts: NodeFacts) -> Iterator[_Result]:

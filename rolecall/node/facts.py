@@ -30,7 +30,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import read_yaml_file
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, is_loopback, request
-from rolecall.node.doctor import ClockOffset, NodeFacts
+from rolecall.node.doctor import RAY_CLEANUP, ClockOffset, NodeFacts
 
 ASK_SECONDS: Final = 3.0
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -109,6 +109,7 @@ def read_facts(
         free_bytes=free_bytes,
         free_inodes=free_inodes,
         environ=dict(os.environ) if pid is None else _environ_of(root / "proc" / str(pid) / "environ", pid),
+        raylets=_raylets(root / "proc"),
         clock_state=clock_state,
         clock_error_seconds=clock_error_seconds,
         clock_offsets=others,
@@ -305,6 +306,22 @@ def _environ_of(path: Path, pid: int) -> dict[str, str]:
         raise ConfigError([f"--pid: process {pid} has overwritten its environment (an actor of Ray does)"])
     pairs = (part.decode("utf-8", "replace").partition("=") for part in raw.split(b"\0"))
     return {name: value for name, equals, value in pairs if equals}
+
+
+def _raylets(proc: Path) -> dict[int, bool | None]:
+    """Of each raylet of this node, whether its variable says that it cleans up process groups."""
+    found: dict[int, bool | None] = {}
+    for folder in proc.glob("[0-9]*"):
+        if _text(folder / "comm") != "raylet":
+            continue
+        try:
+            environ = (folder / "environ").read_bytes()
+        except OSError:
+            found[int(folder.name)] = None
+            continue
+        value = re.search(rf"(?:^|\0){RAY_CLEANUP}=([^\0]*)".encode(), environ)
+        found[int(folder.name)] = value is not None and value.group(1).lower() in (b"1", b"true")
+    return found
 
 
 def _pidfd() -> bool:

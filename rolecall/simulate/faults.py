@@ -18,19 +18,22 @@ TRAINER, ROLLOUT = "trainer", "rollout"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """Times of the stages of one recovery, where they are known (a measured run)."""
+    """Times of the stages of one recovery, where they are known (a measured run). `fill`: after a restart of the job,
+    until the first trajectories are there to train on; meanwhile trainers stand ready, and count as effective."""
 
     detect: float
     decide: float = 0.0
     restart: float = 0.0
     reconnect: float = 0.0
     regroup: float = 0.0
+    fill: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`gpu`: index within the role. `num_machines`: neighbours that are lost, from the GPU's machine on; 0: the process
     alone. `accept`, `replaced_by`: uniform numbers for the thinning and for the machine that replaces it.
+    `until_commit`: of a trainer: no trainer counts as effective until the interrupted step is committed.
     """
 
     at: float
@@ -42,6 +45,7 @@ class Fault:
     accept: float = 0.0
     replaced_by: float = 1.0
     stages: StageSeconds | None = None
+    until_commit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """The ETTR that the simulator predicts for a run that was measured: its step time, faults and stage times go in. Pure.
 
-Comparing it with the run's own report (`rolecall/views/ettr.py`) validates the simulator, but for two differences. The
-report counts no trainer from a trainer's fault until the interrupted step is committed, the simulator only until they
-have regrouped or restarted; and the simulator subtracts the time of checkpoints, the report does not.
+Comparing it with the run's own report (`rolecall/views/ettr.py`) validates the simulator. Both count no trainer from a
+trainer's fault until the interrupted step is committed, where `until_commit` says so. The simulator subtracts the time
+of checkpoints, the report does not.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ class MeasuredFault:
     role: str
     replica: int
     stages: StageSeconds
+    until_commit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,5 +75,14 @@ def simulate_measured(run: MeasuredRun, arm: ArmSettings) -> Account:
     for fault in sorted(run.faults, key=lambda f: f.step):
         # The time at which the run gets there depends on the faults before.
         at = until(fault.step).seconds if fault.step else 0.0
-        faults.append(Fault(at=at, role=fault.role, gpu=fault.replica, stages=fault.stages))
+        faults.append(
+            Fault(
+                at=at,
+                role=fault.role,
+                gpu=fault.replica,
+                num_machines=0,
+                stages=fault.stages,
+                until_commit=fault.until_commit,
+            )
+        )
     return until(run.num_steps)

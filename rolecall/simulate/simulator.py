@@ -56,7 +56,7 @@ class Account:
     `effective_gpu_seconds`: numerator of ETTR; in `..._of_paper` a lost rollout costs nothing while others work. Both
     count work that is done again, as RobustRL does. Two things differ from `rolecall/views/ettr.py`: after a
     trainer's fault, trainers count again once they have regrouped or restarted, there once the interrupted step is
-    committed; here the time of checkpoints does not count, there it does.
+    committed (here for faults with `until_commit`); here the time of checkpoints does not count, there it does.
     `num_checkpoint_loads`: times that work since a checkpoint was lost.
     """
 
@@ -162,10 +162,12 @@ class _Run:
         self.at = 0.0
         self.work = self.ahead = 0.0  # x, and what rollouts have generated beyond it
         self.loaded = 0.0  # x of the checkpoint last loaded
+        self.commit_due = 0.0  # x before which trainers do not count as effective
         self.down: dict[str, dict[int, Stages]] = {TRAINER: {}, ROLLOUT: {}}
         self.stalled: Stages = ()  # all trainers
         self.restarting: Stages = ()  # everything
-        self.decisions: list[tuple[float, int, Stages]] = []  # (at, number, stages of the restart), a heap
+        self.decisions: list[tuple[float, int, Stages, float]] = []  # (at, number, stages of the restart, fill), a heap
+        self.filled_at = 0.0  # trainers have nothing to train before
         self.uses = dict.fromkeys(Use, 0.0)
         self.effective = self.effective_of_paper = 0.0
         self.num_faults = self.num_false_alarms = self.num_loads = 0
@@ -199,12 +201,13 @@ class _Run:
     def _decide_until(self, at: float) -> None:
         """Advances to `at`, with the restarts of the job on the way."""
         while self.decisions and self.decisions[0][0] <= min(at, self.end):
-            decided_at, _, stages = heapq.heappop(self.decisions)
+            decided_at, _, stages, fill = heapq.heappop(self.decisions)
             self._advance(decided_at)
             if self.at >= self.end - EPSILON_SECONDS:
                 return
             self._lose_everything()
             self.restarting = _later(self.restarting, stages)
+            self.filled_at = max(self.filled_at, stages[-1][0] + fill)
         self._advance(min(at, self.end))
 
     def _advance(self, until: float) -> None:
@@ -246,7 +249,11 @@ class _Run:
         trainers, rollouts = self._alive(TRAINER), self._alive(ROLLOUT)
         if self.stalled:
             trainers = 0.0
-        trained, generated = self._rates(trainers, rollouts)
+        if self.at < self.filled_at - EPSILON_SECONDS:
+            interval = min(interval, self.filled_at - self.at)
+            trained, generated = self._rates(0.0, rollouts)
+        else:
+            trained, generated = self._rates(trainers, rollouts)
         interval = min(interval, self._until_rates_change(trained, generated))
 
         if self.stalled:
@@ -256,13 +263,16 @@ class _Run:
         self._spend_down(ROLLOUT, interval)
         busy = (trained * self.trainer_gpus + generated * self.rollout_gpus) * interval
         alive = (trainers * self.trainer_gpus + rollouts * self.rollout_gpus) * interval
+        effective = alive
+        if self._awaits_commit:
+            effective = rollouts * self.rollout_gpus * interval
         checkpoints = busy * (1 - self.useful_share)
         self.uses[Use.USEFUL] += busy - checkpoints
         self.uses[Use.CHECKPOINT] += checkpoints
         self.uses[Use.IDLE] += alive - busy
-        self.effective += alive - checkpoints
+        self.effective += effective - checkpoints
         lost_rollouts = (1 - rollouts) * self.rollout_gpus * interval if rollouts else 0.0
-        self.effective_of_paper += alive + lost_rollouts - checkpoints
+        self.effective_of_paper += effective + lost_rollouts - checkpoints
         self.work += trained * interval
         self.ahead = max(0.0, self.ahead + (generated - trained) * interval)
         return interval
@@ -287,12 +297,18 @@ class _Run:
         times = [math.inf]
         if trained > 0:
             times.append((self.work_wanted - self.work) / trained)
+            if self._awaits_commit:
+                times.append((self.commit_due - self.work) / trained)
         if generated > trained:
             times.append((self.ahead_max - self.ahead) / (generated - trained))
         elif generated < trained:
             limit = self.ahead_max if self.ahead > self.ahead_max + EPSILON_SECONDS else 0.0
             times.append((self.ahead - limit) / (trained - generated))
         return max(EPSILON_SECONDS, min(times))
+
+    @property
+    def _awaits_commit(self) -> bool:
+        return self.work < self.commit_due - EPSILON_SECONDS
 
     def _spend_down(self, role: str, interval: float) -> None:
         for stages in self.down[role].values():
@@ -316,12 +332,15 @@ class _Run:
         stall: Stages = ((self.at + detect, Use.DETECT), (self.at + detect + decide, Use.DECIDE))
         wait = self._replace_machines(fault)
         replicas = self._replicas(fault)
+        if fault.until_commit and fault.role == TRAINER:
+            self.commit_due = (math.floor(self.work / self.step + EPSILON_SECONDS) + 1) * self.step
         if self.arm.fault_domain is FaultDomain.JOB:
             self._go_down(fault.role, replicas, stall)
             if fault.role == TRAINER:
                 self.stalled = _later(self.stalled, stall)
             again = self._recovery(fault, TRAINER, stall[-1][0], wait)
-            heapq.heappush(self.decisions, (stall[-1][0], self.num_faults + self.num_false_alarms, again))
+            fill = 0.0 if fault.stages is None else fault.stages.fill
+            heapq.heappush(self.decisions, (stall[-1][0], self.num_faults + self.num_false_alarms, again, fill))
             return
         recovery = stall + self._recovery(fault, fault.role, stall[-1][0], wait)
         if fault.role == ROLLOUT:

@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import parse_job, read_yaml
+from rolecall.core.config.watched import WatchedConfig
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import ID_PATTERN, checked_id, split_replica
@@ -267,11 +268,21 @@ class AgentsFile:
         self._logged = set(problems)
 
 
-def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
-    """A run directory for a watch over these agents; continues one that a watch created under this name. Raises
-    InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run that rolecall started."""
+def observing_run(
+    root: Path,
+    run_id: str,
+    agents: Mapping[str, str],
+    webhook_url: str | None = None,
+    watched: WatchedConfig | None = None,
+) -> RunDir:
+    """A run directory for a watch over these agents; continues one that a watch created under this name. `webhook_url`
+    replaces that of the configuration. Raises InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run
+    that rolecall started."""
     checked_id(run_id, "run id")
-    value = {"name": run_id, "recovery": {"mode": "observe", "webhook_url": webhook_url}}
+    watched = watched or WatchedConfig()
+    recovery = watched.recovery.model_dump(mode="json")
+    recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
+    value = {"name": run_id, "recovery": recovery, "detector": watched.detector.model_dump(mode="json")}
     config = parse_job(value).model_dump(mode="json")
     run = RunDir((root / run_id).resolve())
     if run.path.exists():
@@ -279,7 +290,14 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
             raise ConfigError([f"--id: {run_id!r} is a run that rolecall started itself, in {root}"])
     else:
         run = create_run_dir(root, run_id)
-    run.write({"run_id": run_id, "config": config, "agents": dict(agents)})
+    run.write(
+        {
+            "run_id": run_id,
+            "config": config,
+            "agents": dict(agents),
+            "watched": watched.model_dump(mode="json", include={"actuator", "roles", "deadline_seconds"}),
+        }
+    )
     Journal(run.database_url).close()  # creates it, so that other commands can read it
     return run
 

@@ -153,6 +153,7 @@ class _Job:
     first_at: float = 0.0  # as above, when it was first seen alive; 0: not yet
     beside_at: float = 0.0  # when it was last seen to run beside the watched job
     is_warned_of: bool = False
+    held: dict[ProcessId, AgentEvent] = field(default_factory=dict)  # registrations, until it is watched
 
     def sees(self, sample: ProcessSample, now: float) -> None:
         if not sample.alive:
@@ -206,6 +207,15 @@ class FirstJobSource:
                 if (job := self._of.get(sample.process)) is not None:
                     job.sees(sample, seen.wall_at)
         self._choose(seen.wall_at)
+        # A registration comes before the first sample, which decides: it is passed on then.
+        released = tuple(e for job in self._jobs.values() if job.is_watched for e in job.held.values())
+        for job in self._jobs.values():
+            if job.is_watched:
+                job.held.clear()
+        for event in seen.events:
+            if event.kind is AgentEventKind.REGISTERED and event.process and not self._is_ours(event.process):
+                self._of[event.process].held[event.process] = event
+        seen = replace(seen, events=released + seen.events)
         if all(job.is_watched for job in self._jobs.values()):
             return seen
         batches = tuple(

@@ -24,6 +24,7 @@ from rolecall.agent.http.web_config import WebConfig
 from rolecall.agent.local_access import local_authorization
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.watched import parse_watched
 from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import ConfigError, RunNotFound, UnreadableInput
 from rolecall.core.journal.events import EventKind
@@ -40,7 +41,10 @@ from rolecall.detector.panels.sequential.detector import Sequential
 from rolecall.detector.panels.sequential.profile import Profile
 from rolecall.detector.panels.sequential.profile import read as read_profile
 from rolecall.detector.sources.agents import AgentsSource
-from rolecall.recovery.actuators import NoopActuator, RayRuntime
+from rolecall.recovery.actuators.base import Actuator, NoopActuator
+from rolecall.recovery.actuators.external import ExternalActuator
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
@@ -53,6 +57,7 @@ from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
+from rolecall.watch.observed_fleet import ObservedFleet
 from rolecall.watch.server import WatchServer
 
 logger = logging.getLogger(__name__)
@@ -229,6 +234,7 @@ def watch_run(
     job = parse_job(value["config"], str(run.path / "run.json"))
     agents = value.get("agents")
     ours = agents is None
+    watched = parse_watched(value.get("watched") or {}, str(run.path / "run.json"))
     if not isinstance(agents, dict | None):
         raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is not a mapping")
     if approve:
@@ -262,7 +268,7 @@ def watch_run(
 
     pull = EvidencePull(run, lambda: listed.newest, evidence_authorization, lambda: detector.processes(), clock)
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
-    meter, server = Meter(clock), None
+    meter, server, external = Meter(clock), None, None
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
@@ -274,12 +280,22 @@ def watch_run(
             chosen = first = FirstJobSource(source)
             other_jobs = lambda: first.others
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
+        actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
+        if watched.actuator is not None:
+            polled = fleet = ObservedFleet(polled, journal, clock, frozenset(watched.roles))
+            actuator = external = ExternalActuator(
+                target_of_config(watched.actuator),
+                journal,
+                fleet.members,
+                clock,
+                deadline_seconds=watched.deadline_seconds,
+            )
         observer = JobObserver(polled, show, clock, other_jobs) if show is not None else None
         watch = MeteredWatch(
             journal,
             MeteredSource(observer or polled, meter, lambda: len(listed.newest)),
             MeteredDetector(detector, meter, lambda: len(detector.processes())),
-            RayRuntime(journal) if ours else NoopActuator(),
+            actuator,
             job.recovery,
             notifier,
             clock,
@@ -296,6 +312,8 @@ def watch_run(
     finally:
         if server is not None:
             server.close()
+        if external is not None:
+            external.close()
         pull.close()
         source.close()
         notifier.close(CLOSE_SECONDS)

@@ -19,7 +19,7 @@ from rolecall.agent.reporter.reporter import _Page
 from rolecall.core.clock import FakeClock
 from tests.agent.processes import NODE, TOKEN, secret
 
-NUM_MESSAGES = 100_000
+NUM_MESSAGES, NUM_MESSAGES_LONG = 20_000, 100_000
 NUM_PAGES = 20_000
 PEER = 4_000_000
 """No process has this number here: pid_max is below."""
@@ -75,7 +75,10 @@ def _message(rng: random.Random) -> bytes:
     return bytes(raw).replace(b"\n", b" ")
 
 
-def test_no_message_is_believed_and_none_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_messages", [NUM_MESSAGES, pytest.param(NUM_MESSAGES_LONG, marks=pytest.mark.long)])
+def test_no_message_is_believed_and_none_fails(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_messages: int
+) -> None:
     clock = FakeClock()
     events = EventLog(tmp_path / "events.jsonl", NODE, clock)
     registry = Registry(node=NODE, data_dir=tmp_path, token=TOKEN, events=events, exits=ExitWatch(), clock=clock)
@@ -84,7 +87,7 @@ def test_no_message_is_believed_and_none_fails(tmp_path: Path, caplog: pytest.Lo
     rng = random.Random(11)
     reasons: dict[str, int] = {}
     with caplog.at_level(logging.ERROR):
-        for _ in range(NUM_MESSAGES):
+        for _ in range(num_messages):
             answer = intake._result(PEER, _message(rng))
             assert answer["ok"] is False and "retry" not in answer, answer
             json.dumps(answer).encode()

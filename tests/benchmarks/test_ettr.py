@@ -65,13 +65,31 @@ def test_a_run_without_a_step_has_no_numbers() -> None:
 
 def test_the_report_compares_with_the_same_seed_without_faults() -> None:
     shared = {"commit": "c", "seed": 1, "ok": True, "num_skipped": 0, "audit_ok": True, "num_missed": 0}
-    shared |= {"settings": {"steps": 3}, "false_alarms": 0, "tokens_trained_again": 0, "steps_trained_again": 0}
+    settings = {"steps": 5, "microbatches": 8, "checkpoint_every": 1, "standbys": 1}
+    shared |= {
+        "settings": settings,
+        "num_steps": 5,
+        "false_alarms_about": [],
+        "false_alarms": 0,
+        "tokens_trained_again": 0,
+        "steps_trained_again": 0,
+    }
     free = shared | {"arm": "none", "percent": 0.0, "roles": "", "ettr": 1.0, "ettr_with_rollouts": 1.0}
     free |= {"seconds_to_n": 50.0, "tokens_generated": 900, "step_seconds": 10.0, "recoveries": [], "num_faults": 0}
-    recovery = dict.fromkeys(ettr.PHASES, 1.0) | {"role": "trainer", "whole": 20.0}
+    recovery = dict.fromkeys(ettr.PHASES, 1.0) | {"role": "trainer", "replica": 0, "step": 2.5, "whole": 20.0}
+    recovery |= {"away": 2.0}
     warm = free | {"arm": "warm", "percent": 10.0, "roles": "both", "seconds_to_n": 75.0, "tokens_generated": 1000}
     warm |= {"recoveries": [recovery], "num_faults": 1, "ettr": 0.6, "step_seconds": 12.0}
     text = "\n".join(ettr.report([free, warm], "c"))
-    (row,) = [line for line in text.splitlines() if line.startswith("| 10 % | both | warm")]
-    assert "| 50.0 (50.0 to 50.0) | 100 (100 to 100) |" in row
-    assert "| 2.00 (2.00 to 2.00) |" in text, "recovery to step time"
+    (row,) = [line for line in text.splitlines() if line.startswith("| 10.0 | 10 % | both | warm")]
+    assert "| 75.0 | 50.0 | 100 |" in row
+    assert "| 20.0 | 2.00 |" in text, "recovery to step time"
+    # Detect, decide and 2 s away, then 6 s until the trainers have work, and half a step that is trained again.
+    assert "| 10.0 | 10 % | 1 | warm | 0.600 |" in text and "| 75.0 | 65.0 |" in text
+
+
+def test_a_moment_is_told_in_steps_also_after_a_return_to_an_older_one() -> None:
+    commits = [(110.0, 0), (120.0, 1), (135.0, 1)]
+    assert ettr.position(100.0, commits, 10.0, 105.0) == 0.5
+    assert ettr.position(100.0, commits, 10.0, 122.0) == 2.2
+    assert ettr.position(100.0, commits, 10.0, 160.0) == 2.99, "a step that takes longer"

@@ -1,5 +1,7 @@
-"""A trainer's node is lost while none is free: it trains on the node of a rollout, the others go on generating, and the
-rollout is back once a node is."""
+"""In a run of DAPO a trainer's node is lost while none is free: it trains on the node of a rollout, the others go on
+generating, and the rollout is back once a node is. Then one NaN stops nothing, and an exception in user code evicts no
+replica, ends the run, and leaves no process (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py).
+"""
 
 import json
 import os
@@ -12,14 +14,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
+from rolecall.core.config.algorithm import AlgorithmName
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.cluster.actors import report_tokens
-from tests.e2e.runs import DemoRun, command, demo_run
+from tests.e2e.runs import DemoRun, alive, check_algorithm, command, demo_run
 from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
@@ -89,7 +93,8 @@ def _serves(run: DemoRun, replica: str, above: int) -> int:
 
 
 def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: Path) -> None:
-    args = ["--seed", "11", "--steps", "100000", "--faults", "none"]
+    args = ["--algorithm", AlgorithmName.DAPO, "--task", "long_addition", "--seed", "11", "--steps", "100000"]
+    args += ["--faults", "none", "--allow-injection"]
     args += [word for s in SETTINGS for word in ("--set", s)]
     with demo_run(tmp_path, "borrowed", args) as run:
         run.until_step(5, 400)
@@ -128,7 +133,44 @@ def test_a_trainer_whose_node_is_lost_trains_on_the_node_of_a_rollout(tmp_path: 
         run.until_step(len(run.observer.steps) + 3, 120)
         named = {s["replica"] for e in run.observer.events("incident_opened") for s in e["diagnosis"]["suspects"]}
         assert named <= {"trainer/1", ""}, "what was lent is not lost"
-        os.kill(run.process.pid, signal.SIGINT)
-        assert run.wait(90) == 130
-        audited = command("audit", str(run.path))
-        assert audited.returncode == 0, audited.stdout
+        served = set(run.observer.serving)
+        nan = _a_nan_is_tolerated(run)
+        _an_exception_ends_the_run(run)
+    audited = command("audit", str(run.path))
+    assert audited.returncode == 0, audited.stdout
+    assert set(run.observer.serving) == served, "a replica was replaced for a NaN, or for a mistake in user code"
+    check_algorithm(run, AlgorithmName.DAPO)
+    incidents = run.report()["incidents"]
+    (tolerated,) = [i for i in incidents if i["incident_id"] == nan]
+    assert tolerated["fault_class"] == "silent_corruption" and tolerated["outcome"] == "tolerated"
+    assert "finite when computed again" in tolerated["because"]
+    stopped = [i for i in incidents if i["action"] == "stop_job"]  # several if a rank raises late
+    assert stopped and all(i["fault_class"] == "user_code" and "InjectedError" in i["because"] for i in stopped)
+
+
+def _a_nan_is_tolerated(run: DemoRun) -> str:
+    """Of trainer/0, and computed again by the one that was moved. Returns the incident."""
+    spoilt = command("inject", str(run.path), "--kind", "trainer-nan", "--target", "trainer/0")
+    assert spoilt.returncode == 0, spoilt.stderr
+    eventually(lambda: _incidents(run, "silent_corruption"), "an incident of the NaN")
+    ((incident, suspects),) = _incidents(run, "silent_corruption")
+    assert [(s["replica"], s["incarnation"]) for s in suspects] == [("trainer/0", 1)]
+    eventually(lambda: run.observer.events("incident_closed", incident), "the end of the incident")
+    (again,) = run.observer.events("microbatch_recomputed")
+    assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/0", "trainer/1", True)
+    run.until_step(len(run.observer.steps) + 2, RECOVERY_SECONDS)
+    return incident
+
+
+def _an_exception_ends_the_run(run: DemoRun) -> None:
+    """On all ranks, as a mistake in user code is."""
+    raised = command("inject", str(run.path), "--kind", "trainer-exception")
+    assert raised.returncode == 0, raised.stderr
+    assert run.wait(120) == 1, run.output()[-3000:]
+    assert alive(run.observer) == []
+
+
+def _incidents(run: DemoRun, fault_class: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(incident, its suspects) of those that were opened with this class."""
+    opened = [(e["incident"], e["diagnosis"]) for e in run.observer.events("incident_opened")]
+    return [(incident, found["suspects"]) for incident, found in opened if found["fault_class"] == fault_class]

@@ -21,7 +21,7 @@ from rolecall.core.rundir import RunDir
 from tests.e2e.runs import ROOT, command, rolecall
 from tests.rl_runtime.chat_model import write_chat_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.light, pytest.mark.timeout(300)]
 
 EXAMPLE = ROOT / "examples" / "smollm2"
 NUM_ROWS = 5

@@ -36,6 +36,8 @@ RECOVERY_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 ROLLOUTS = ("rollout/0", "rollout/1", "rollout/2")
 OPEN = ("issued", "assigned", "returned", "undone")
+AGREEMENT_SECONDS = 1.0
+"""As in `test_demo.py`."""
 
 
 def test_faults_in_quick_succession_cost_no_token_and_no_group(tmp_path: Path) -> None:
@@ -182,16 +184,19 @@ def _trainer_with_the_newest_weights_dies_during_a_pull(run: DemoRun) -> None:
     eventually(met, "a trainer to be in the middle of giving its weights")
     holder, *_ = met()
     pid = observer.pids[(holder, trainers[holder])]
-    version = _page(observer, holder, trainers[holder]).policy_version
-    pullers = _connected(observer, pid)
-    versions = {r: _page(observer, r, i).policy_version for r, i in pullers}
-    num_steps = len(observer.steps)
-    run.strike("holder-kill", holder, trainers[holder])
+    # All trainers are stopped: the next step would be committed between two of these reads.
+    with stopped(observer.pids[member] for member in trainers.items()):
+        newest = {r: _page(observer, r, i).policy_version for r, i in trainers.items()}
+        pullers = _connected(observer, pid)
+        versions = {r: _page(observer, r, i).policy_version for r, i in pullers}
+        num_steps = len(observer.steps)
+        run.strike("holder-kill", holder, trainers[holder])
+    version = newest[holder]
     for request_file, _ in asked.values():
         request_file.unlink()
     assert pullers, "no rollout was connected to its weight port"
     assert all(v < version for v in versions.values()), (versions, version)
-    assert version == max(_page(observer, r, i).policy_version for r, i in trainers.items() if r != holder)
+    assert version == max(newest.values())
     _until_resolved(run, holder, trainers[holder])
 
     def caught_up() -> bool:
@@ -250,6 +255,10 @@ def _nothing_was_lost(run: DemoRun, open_groups: frozenset[str]) -> None:
     assert all(i["outcome"] == "resolved" for i in by_kind.values()), faults
     controller = by_kind["controller-kill"]
     assert controller["tokens_lost"] == 0 < controller["tokens_kept"]
+    # Killed by the observer, with the plain kill(2): its times are those that the report has.
+    for incident in (controller, by_kind["holder-kill"]):
+        detected_at = incident["fault"]["injected_at"] + incident["detected_seconds"]
+        assert run.observer.opened[incident["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), incident
     assert report["pids_kept"] is True, report["pids"]
     steps = [
         s

@@ -40,7 +40,7 @@ def loop(config: dict[str, Any]) -> float:
     for _ in range(config["steps"]):
         (parameter * 2).sum().backward()
         optimizer.step()
-    return float(parameter)
+    return float(parameter.detach())
 
 
 def test_a_worker_registers_with_its_rank_and_its_steps_are_counted(report: Recorded) -> None:

@@ -21,6 +21,7 @@ from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, worst
 from rolecall.node.facts import (
+    _raylets,
     ask_agent,
     clock_offsets,
     down_probes,
@@ -89,6 +90,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         "2000",
     ),
     "no RAS": ({"environ": {"NCCL_RAS_ENABLE": "0"}}, "nccl", W, "RAS is off", "set it to 1"),
+    "Ray without cleanup": ({"raylets": {7: False}}, "ray", W, "raylet 7 leaves the children", "before `ray start`"),
+    "Ray of another user": ({"raylets": {7: None}}, "ray", U, "raylet 7 cannot be read", "Ray's user"),
     "an unsynchronized clock": ({"clock_state": 5}, "clock", W, "not synchronized", "chronyd"),
     "a clock that may be wrong": ({"clock_error_seconds": 2.0}, "clock", W, "2.00 s", "closer"),
     "a clock unknown": ({"clock_state": None}, "clock", U, "does not report", "adjtimex"),
@@ -371,6 +374,8 @@ def test_the_environment_of_a_rank_is_read(tmp_path: Path) -> None:
         env={**os.environ, "TORCH_FR_BUFFER_SIZE": "0"},
     )
     try:
+        # Until it runs its program its environment is empty.
+        eventually(lambda: b"TORCH_FR" in Path(f"/proc/{rank.pid}/environ").read_bytes(), "it has started")
         checks = examine(read_facts(None, rank.pid))
         assert any("TORCH_FR_BUFFER_SIZE=0" in c.message for c in checks)
     finally:
@@ -421,3 +426,21 @@ def test_hidden_processes_are_known_by_the_mount(tmp_path: Path, options: str, e
     (tmp_path / "proc/self/mounts").write_text(f"tmpfs / tmpfs rw 0 0\nproc /proc proc {options} 0 0\n")
     (tmp_path / "agent.yaml").write_text(f"data_dir: {tmp_path}\nport: 1\n")
     assert read_facts(tmp_path / "agent.yaml", None, root=tmp_path).hidepid == expected
+
+
+def test_raylets_are_found_with_their_setting(tmp_path: Path) -> None:
+    environs = {
+        "7": b"A=1\0RAY_process_group_cleanup_enabled=1\0",
+        "8": b"X_RAY_process_group_cleanup_enabled=1",
+        "9": None,
+    }
+    for pid, environ in environs.items():
+        (tmp_path / pid).mkdir()
+        (tmp_path / pid / "comm").write_text("raylet\n")
+        if environ is not None:
+            (tmp_path / pid / "environ").write_bytes(environ)
+    (tmp_path / "10").mkdir()
+    (tmp_path / "10" / "comm").write_text("ray\n")
+    assert _raylets(tmp_path) == {7: True, 8: False, 9: None}
+    checks = examine(replace(FIT, raylets={7: True}))
+    assert any(c.name == "ray" and c.level is CheckLevel.OK for c in checks)

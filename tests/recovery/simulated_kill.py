@@ -12,7 +12,7 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import Payload
 from rolecall.core.membership import Desired
-from rolecall.recovery.actuators import ActionResult, Actuator
+from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.borrowing import Comeback
 
 
@@ -102,12 +102,18 @@ class KillableActuator:
     def supports(self) -> frozenset[ActionKind]:
         return self._inner.supports
 
+    @property
+    def schedules(self) -> bool:
+        return self._inner.schedules
+
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         return self._inner.also_hit(plan)
 
-    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult | None:
         self.performed.append(plan)
-        result: ActionResult = self._switch.around("perform", lambda: self._inner.perform(plan, lease, lost_nodes))
+        result: ActionResult | None = self._switch.around(
+            "perform", lambda: self._inner.perform(plan, lease, lost_nodes)
+        )
         return result
 
     def resume(self, comeback: Comeback, lease: Lease) -> None:

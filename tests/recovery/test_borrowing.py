@@ -14,7 +14,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import LenderResumed, NodeLent
 from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.borrowing import choose_lenders, comebacks
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.guards import LENDER

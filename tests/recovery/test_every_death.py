@@ -26,6 +26,7 @@ from rolecall.testing.recovery_world import RecordingNotifier, diagnosis
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import World
+from tests.support import some
 
 K = EventKind
 Scenario = Callable[[World], None]
@@ -311,15 +312,23 @@ def test_every_kind_of_write_is_enumerated(tmp_path: Path) -> None:
     assert {p.removeprefix("before ") for p in points if p.startswith("before ")} == wanted
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
+STRIDE = 3
+"""Of so many points one, other ones in each scenario, in the tests of every day; all of `crash`. The long ones have all."""
+EVERY_DAY = [(crash, 1), *((s, STRIDE) for s in SCENARIOS if s is not crash)]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "stride"),
+    some([*EVERY_DAY, *((s, 1) for s in SCENARIOS if s is not crash)], EVERY_DAY),
+    ids=lambda s: getattr(s, "__name__", None),
+)
+def test_killed_at_every_point(tmp_path: Path, scenario: Scenario, stride: int) -> None:
     wanted, points = _undisturbed(tmp_path / "whole", scenario)
     last = max(n for n, what in enumerate(points) if "acquire" not in what)
     assert last >= 8, points
-    for n in range(last + 1):
-        if scenario is not crash and points[n].startswith("before") and points[n] != "before perform":
-            # Within a tick, before one write the world is as after the one before it: seen once is enough.
-            continue
+    # Within a tick, before one write the world is as after the one before it: seen once is enough.
+    told = [n for n in range(last + 1) if scenario is crash or not _is_like_the_one_before(points[n])]
+    for n in told[SCENARIOS.index(scenario) % stride :: stride]:
         (tmp_path / str(n)).mkdir()
         world = _world(tmp_path / str(n), scenario)
         watch = world.watch()
@@ -336,6 +345,10 @@ def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
         assert fences == sorted(set(fences))
         world.journal.verify()
         world.journal.close()
+
+
+def _is_like_the_one_before(point: str) -> bool:
+    return point.startswith("before") and point != "before perform"
 
 
 def test_killed_twice(tmp_path: Path) -> None:

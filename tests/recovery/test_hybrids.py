@@ -12,7 +12,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.payloads import NodeQuarantined, RunStarted
 from rolecall.core.membership import Desired, ReplicaState, hybrid_partner
-from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of, fleet_view
 from rolecall.recovery.guards import Situation, check
 from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState

@@ -11,7 +11,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
-from rolecall.recovery.actuators import NoopActuator
+from rolecall.recovery.actuators.base import NoopActuator
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import REDISCOVERY_SECONDS, Watch
 from rolecall.recovery.next_step import UNSEEN_SECONDS

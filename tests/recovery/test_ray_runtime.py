@@ -11,7 +11,7 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
 from rolecall.core.journal.payloads import NodeQuarantined
 from rolecall.core.membership import Desired
-from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.testing.recovery_world import FLEET
 from tests.recovery.world import World
 

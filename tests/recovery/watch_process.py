@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.loop import Watch, holder_name
 from rolecall.recovery.notifications.delivery import LogNotifier
 from rolecall.testing.recovery_world import FakeObservation

@@ -9,7 +9,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import RunStarted
-from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import Incident, fold
 from rolecall.recovery.interfaces import EvidenceCollector
 from rolecall.recovery.loop import Watch

@@ -42,10 +42,19 @@ CUT = {**dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0
 dimension; the other one is whole."""
 WHOLE = {"lora_A": 0, "lora_B": 1}
 """Matrix of an adapter -> dimension that tensor ranks do not share."""
-PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
-"""Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of
-CPU."""
-PRELOADED_FOR_FOLDERS = ["transformers.models.qwen3.modeling_qwen3", "peft"]
+PRELOADED = [
+    "tests.rl_runtime.trainer_process",
+    "torch._dynamo",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "rolecall.rl_runtime.trainer.sharding_exchanges",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+]
+"""Imported once by the server that processes are forked from, not by each process: these are seconds of CPU each time.
+One list for all tests: the server starts with the first test that needs it, and later changes of its list do nothing."""
 START_SECONDS = 180.0
 """Deadline of a process's start, with imports, on a busy machine."""
 
@@ -257,7 +266,7 @@ class TrainerProcess:
     ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED + (PRELOADED_FOR_FOLDERS if job.model.path else []))
+        context.set_forkserver_preload(PRELOADED)
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
             target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state, place), daemon=True

@@ -5,6 +5,7 @@ import pytest
 from rolecall.simulate.faults import ROLLOUT, TRAINER, StageSeconds
 from rolecall.simulate.measured import MeasuredFault, MeasuredRun, simulate_measured
 from rolecall.simulate.settings import ARMS
+from rolecall.simulate.simulator import Account
 from rolecall.views.ettr import Loss, ettr
 
 STAGES = StageSeconds(detect=4.0, decide=0.5, restart=9.0, reconnect=1.0, regroup=0.7)
@@ -29,6 +30,26 @@ def test_a_measured_run_has_the_ettr_of_its_own_report() -> None:
         Loss(replica="rollout/2", since=80.0, until=80 + SECONDS),
     ]
     assert account.ettr == pytest.approx(ettr(0.0, account.seconds, losses, num_rollouts=3, num_trainers=2), abs=1e-3)
+
+
+def test_trainers_count_again_once_the_interrupted_step_is_committed() -> None:
+    fault = MeasuredFault(step=10.5, role=TRAINER, replica=1, stages=STAGES, until_commit=True)
+    account = simulate_measured(measured(fault), ARMS["replica"])
+    # The survivor trains the half step that is left, and its half of what the other had done, at half the pace.
+    commit = STALL + 2 * (1.0 + 0.5)
+    losses = [Loss(replica="trainer/1", since=21.0, until=21 + SECONDS, stalled_until=21 + commit)]
+    assert account.ettr == pytest.approx(ettr(0.0, account.seconds, losses, num_rollouts=3, num_trainers=2), abs=1e-3)
+
+
+def test_after_a_restart_of_the_job_trainers_wait_for_trajectories() -> None:
+    def run(fill: float) -> Account:
+        stages = StageSeconds(detect=1.0, restart=9.0, fill=fill)
+        fault = MeasuredFault(step=10.5, role=ROLLOUT, replica=1, stages=stages)
+        return simulate_measured(measured(fault), ARMS["restart_warm"])
+
+    at_once, later = run(0.0), run(6.0)
+    assert later.seconds == pytest.approx(at_once.seconds + 6.0)
+    assert later.effective_gpu_seconds == pytest.approx(at_once.effective_gpu_seconds + 6.0 * 5)
 
 
 def test_without_faults_nothing_is_lost() -> None:

@@ -112,6 +112,19 @@ def test_a_run_holds_only_the_processes_of_its_own_job(caplog: pytest.LogCapture
     assert not [e for seen in jobs.heard for e in seen.events]
 
 
+def test_a_registration_that_comes_before_the_first_sample_is_passed_on_with_it() -> None:
+    jobs, second = _Jobs(), Rank(0, 200, replica="rollout/1")
+    jobs.begin("h:1", Rank(0, 100, replica="rollout/0"))
+    assert jobs.run(1.0) == {100}
+    known = {"launcher": "srun", "job": "2", "rendezvous": "2.0"}
+    jobs.job.event(AgentEventKind.REGISTERED, second, **known)
+    assert jobs.run(1.0) == {100} and not [e for seen in jobs.heard for e in seen.events]
+    jobs.job.ranks.append(second)
+    assert jobs.run(1.0) == {100, 200}
+    (event,) = [e for seen in jobs.heard for e in seen.events]
+    assert event.process is not None and event.process.pid == 200 and event.detail == known
+
+
 def test_a_job_that_takes_a_free_name_is_another_job() -> None:
     """The watched job has a number, since trainer/0 was taken when it began. A later job gets that free name."""
     jobs = _Jobs()

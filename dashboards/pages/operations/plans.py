@@ -21,7 +21,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, PlanCreated, RunStarted
 from rolecall.dashboards.data.incident_titles import title
 from rolecall.dashboards.data.reader import Reader
-from rolecall.recovery.actuators import STOP_FLAG, RayRuntime
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG, RayRuntime
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of
 from rolecall.recovery.guards import HOUR_SECONDS, Situation, check
 from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState

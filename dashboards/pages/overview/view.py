@@ -88,7 +88,9 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     by_role: dict[str, list[ReplicaRow]] = {}
     named = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
     ranks = _ranks(snapshot, named)
-    rows = snapshot.run.replicas or _observed_rows(snapshot.observed, snapshot.at)
+    counted = {r.replica for r in snapshot.run.replicas}
+    others = [r for r in snapshot.observed if r.replica not in counted]
+    rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.at))
     for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
         by_role.setdefault(row.replica.partition("/")[0], []).append(replace(row, state=state))
@@ -104,7 +106,7 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
 
 
 def _observed_rows(observed: Sequence[ObservedRank], now: float) -> tuple[ReplicaRow, ...]:
-    """The replicas of a job that rolecall only watches. It does not count incarnations."""
+    """Replicas of a watched job whose incarnations are not counted."""
     by_replica: dict[str, list[ObservedRank]] = {}
     for rank in observed:
         by_replica.setdefault(rank.replica, []).append(rank)

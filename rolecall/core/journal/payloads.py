@@ -66,6 +66,8 @@ class EventKind(StrEnum):
     NODE_RETURNED_TO_SERVICE = "node_returned_to_service"
     NODE_LENT = "node_lent"
     LENDER_RESUMED = "lender_resumed"
+    CALL_STARTED = "call_started"
+    CALL_ENDED = "call_ended"
     BURN_IN_FINISHED = "burn_in_finished"
     JOB_STOP_REQUESTED = "job_stop_requested"
 
@@ -720,6 +722,33 @@ class LenderResumed(Payload):
     incarnation: Annotated[int, "its incarnation that is started"]
     node: Annotated[str, "the free node"]
     because: Annotated[str, "why it runs again"]
+
+
+@_event(K.CALL_STARTED, WATCH)
+class CallStarted(Payload):
+    """An actuator is about to make a call that changes another system."""
+
+    actuator: Annotated[str, "its name"]
+    call: Annotated[str, "the exact call: a command, or method, URL and body"]
+    words: Annotated[str, "what the call does"]
+
+    @property
+    def reason(self) -> str:
+        return f"{self.words}: {self.call}"
+
+
+@_event(K.CALL_ENDED, WATCH)
+class CallEnded(Payload):
+    """Reply to that call."""
+
+    actuator: Annotated[str, "its name"]
+    status: Annotated[int, "exit code or HTTP status; -1: no answer, so it may have had its effect or not"]
+    text: Annotated[str, "output or body, shortened"]
+
+    @property
+    def reason(self) -> str:
+        status = "no answer" if self.status < 0 else f"status {self.status}"
+        return f"{status}: {self.text}" if self.text else status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

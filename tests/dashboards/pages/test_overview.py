@@ -14,7 +14,8 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import ReplicaState
+from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.data.progress import RunTrends
@@ -436,6 +437,20 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     assert "<dt>ranks</dt><dd>4</dd>" in page and "<dt>last progress</dt>" in page
     assert "4 ranks" in page and "rank 1 on vm, pid 4001: suspect" in page and "rank 2 on vm" not in page
     assert "–" not in page and "ETTR" not in page and "policy version" not in page
+
+
+def test_a_watched_job_that_is_acted_on_has_incarnations_and_its_calls(tmp_path: Path) -> None:
+    settings = observed_job(tmp_path)
+    journal = Journal(settings.journal_url)
+    replica, node = ReplicaId("trainer/0"), NodeId("vm")
+    journal.set_desired(Desired(replica=replica, incarnation=2, node=node))
+    journal.set_actual(Actual(replica=replica, incarnation=2, node=node, state=ReplicaState.SERVING))
+    journal.append(CallStarted(actuator="command", call="kill -9 4001", words="end it"), incident_id="inc-1")
+    journal.append(CallEnded(actuator="command", status=1, text="no such process"), incident_id="inc-1")
+    journal.close()
+    page = text(drawn(settings))
+    assert "Watched" in page and "Starting" not in page and "trainer/0 rank 1 hung in step 53" in page
+    assert "end it: kill -9 4001" in page and "status 1: no such process" in page and "#2 on vm" in page
 
 
 def test_an_observed_rank_survives_the_journal_and_garbage_is_nothing() -> None:

@@ -1,6 +1,7 @@
 """The default detector on panels: names the one, early, keeps to what it said, and stays silent on healthy fleets."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from rolecall.detector.panels.sequential.detector import (
 )
 from rolecall.detector.panels.sequential.tails import Prior, ScoreTail
 from tests.detector.panel_data import noise
+from tests.support import some
 
 ONSET = 560
 """Tick: after the detector's youth."""
@@ -51,8 +53,9 @@ def test_a_shift_of_one_metric_of_one_machine_is_named_soon_with_its_metric() ->
     assert "trainer/3 (node n003)" in f.because and "7 peers" in f.because
 
 
-def test_a_healthy_fleet_is_healthy() -> None:
-    assert [nodes(findings(Sequential(), noise(seed=s))) for s in range(6)] == [[]] * 6
+@pytest.mark.parametrize("seeds", some([(range(3),), (range(3, 6),)], [(range(3),)]))
+def test_a_healthy_fleet_is_healthy(seeds: range) -> None:
+    assert [nodes(findings(Sequential(), noise(seed=s))) for s in seeds] == [[]] * len(seeds)
 
 
 @pytest.mark.parametrize(("megabytes", "named"), [(2, []), (34, ["n002"])])
@@ -100,7 +103,7 @@ def test_what_was_said_does_not_depend_on_what_comes_after() -> None:
     panel = shifted(shifted(noise(ticks=800), 3, 6.0, until=600), 6, 8.0, metric=4, since=640)
     whole = findings(Sequential(), panel)
     assert nodes(whole) == ["n003", "n006"]
-    for end in (570, 600, 650, 690, 760):
+    for end in (570, 600, 690):
         part = findings(Sequential(), Panel(shape=panel.shape, at=panel.at[:end], values=panel.values[:, :end]))
         assert part == [f for f in whole if f.detected_at <= panel.at[end - 1]]
 
@@ -170,11 +173,16 @@ def test_a_metric_that_stands_still_breaks_nothing() -> None:
     assert nodes(findings(Sequential(), shifted(replace(panel, values=values), 3, 6.0, metric=2))) == ["n003"]
 
 
+@cache
+def verdicts_in_plain_order() -> list[tuple[float, list[str]]]:
+    return [(f.detected_at, nodes([f])) for f in findings(Sequential(), shifted(noise(ticks=620), 3, 6.0))]
+
+
 @settings(max_examples=6, deadline=None)
 @given(order=st.permutations(range(8)), power=st.integers(-6, 6))
 def test_neither_order_nor_units_change_the_verdict(order: list[int], power: int) -> None:
     panel = shifted(noise(ticks=620), 3, 6.0)
-    plain = [(f.detected_at, nodes([f])) for f in findings(Sequential(), panel)]
+    plain = verdicts_in_plain_order()
     assert [n for _, n in plain] == [["n003"]]
     other = permuted(replace(panel, values=panel.values * np.float32(2.0**power)), order)
     assert [(f.detected_at, nodes([f])) for f in findings(Sequential(), other)] == plain
@@ -248,14 +256,15 @@ def test_a_machine_that_differs_from_the_first_sample_on_is_named_within_a_windo
     )
 
 
-def test_few_healthy_panels_of_any_size_are_flagged_from_the_first_tick_on() -> None:
+@pytest.mark.parametrize(("seeds", "flagged_max"), some([(range(2), 1), (range(8), 2)], [(range(2), 1)]))
+def test_few_healthy_panels_of_any_size_are_flagged_from_the_first_tick_on(seeds: range, flagged_max: int) -> None:
     sizes = [(3, 2), (4, 2), (4, 21), (12, 2), (12, 21)]
     flagged = [
         bool(findings(Sequential(), noise(seed=seed, machines=n, metrics=m, ticks=240)))
         for n, m in sizes
-        for seed in range(8)
+        for seed in seeds
     ]
-    assert sum(flagged) <= 2, flagged
+    assert sum(flagged) <= flagged_max, flagged
 
 
 def test_a_level_that_healthy_peers_need_not_share_is_no_evidence_of_place() -> None:
@@ -290,9 +299,10 @@ def wild(seed: int, *, machines: int = 8, ticks: int = 1500) -> Panel:
     return replace(panel, values=values + 100)
 
 
-def test_outliers_that_fade_are_no_faults_and_a_step_among_them_is() -> None:
-    reported = [nodes(findings(Sequential(), wild(seed))) for seed in range(4)]
-    assert sum(map(len, reported)) <= 1, reported
+@pytest.mark.parametrize(("seeds", "named_max"), some([(range(1), 0), (range(4), 1)], [(range(1), 0)]))
+def test_outliers_that_fade_are_no_faults_and_a_step_among_them_is(seeds: range, named_max: int) -> None:
+    reported = [nodes(findings(Sequential(), wild(seed))) for seed in seeds]
+    assert sum(map(len, reported)) <= named_max, reported
     panel = wild(9)
     found = findings(Sequential(), shifted(panel, 6, -60.0, since=1200))
     assert nodes(found)[-1:] == ["n006"] and 0 <= found[-1].detected_at - panel.at[1200] <= 30
@@ -371,14 +381,14 @@ def test_a_wild_first_sample_blinds_no_one() -> None:
 
 
 def test_nothing_is_forgotten_while_nothing_is_sampled() -> None:
-    panel = noise(ticks=6000)
-    panel.values[:, 600:5400] = np.nan
+    panel = noise(ticks=2700)
+    panel.values[:, 600:2400] = np.nan
     tracker = Sequential().track(panel.shape)
     assert isinstance(tracker, SequentialTracker)
     learned = []
     for t, (at, values) in enumerate(panel.ticks()):
         assert tracker.tick(at, values) == []
-        if t in (600, 5399):
+        if t in (600, 2399):
             model, following = tracker.shifts.whitening, tracker.shifts.following
             of_model = (model.covariances, model.history, model.fades, model.unit_size)
             learned.append([x.copy() for x in (*of_model, following.away_square, following.habit, following.size)])

@@ -16,7 +16,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import loop as watch_module
-from rolecall.recovery.actuators import ActionResult
+from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.isolation import (
     FIRST_PAUSE_SECONDS,

@@ -102,6 +102,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 
 
 @pytest.mark.e2e
+@pytest.mark.light
 @pytest.mark.timeout(400)
 def test_seven_nodes_from_start_to_interrupt(tmp_path: Path) -> None:
     with cluster_run(tmp_path) as c:

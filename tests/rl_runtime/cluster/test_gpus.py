@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "gpu_cluster.py"
 
 
 @pytest.mark.e2e
+@pytest.mark.light
 def test_each_replica_sees_its_own_gpus_and_a_replacement_gets_those_that_were_freed(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(

@@ -1,6 +1,7 @@
 """The controller is killed before and after its effects (calls, journal and ledger writes), and another one continues.
 
-Enumerated, not only sampled: `effects` counts them all in an undisturbed run, and a controller dies at each in turn.
+Enumerated, not only sampled: `effects` counts them all in an undisturbed run, and a controller dies at each in turn; at
+most of them in the long tests.
 """
 
 import asyncio
@@ -22,10 +23,13 @@ from rolecall.rl_runtime.controller.trajectories import GroupPhase
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 from tests.rl_runtime.scripted_responses import expected_tokens, request_seed_of
 from tests.rl_runtime.simulated_fleet import FakeRequest, FakeRollout
+from tests.support import some
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
 STRIDE = 13
-"""Every so many effects one death in the default run; the rest is marked slow. A prime: it meets every kind."""
+"""Every so many effects one death for each offset. A prime: it meets every kind."""
+OFFSETS = 0, 4, 8
+"""Of the default run; the long one has all others."""
 
 
 def run_with_deaths(path: Path, deaths: list[int], seed: int = 0) -> World:
@@ -44,7 +48,7 @@ def effects(path: Path) -> int:
     return run_with_deaths(path / "undisturbed", []).mortalities[0].effects
 
 
-@pytest.mark.parametrize("offset", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, STRIDE))])
+@pytest.mark.parametrize("offset", some([(n,) for n in range(STRIDE)], [(n,) for n in OFFSETS]))
 def test_a_controller_killed_at_any_effect_is_succeeded(tmp_path: Path, offset: int) -> None:
     total = effects(tmp_path)
     died = 0

@@ -18,6 +18,7 @@ from rolecall.rl_runtime.controller.trajectories import GroupPhase
 from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.task import group_number, group_start
 from tests.rl_runtime.loop import World, small_job
+from tests.support import some
 
 PREFIXES = ["continue", "train"]
 VICTIMS = ["rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1", "reward/0", "reward/1"]
@@ -89,11 +90,6 @@ async def killing(w: World, rng: random.Random, until: Callable[[], bool]) -> No
         victim = rng.choice(VICTIMS)
         if not w.fleet.newest(victim).dead.is_set():
             rng.choice([w.fleet.kill, w.fleet.kill, w.fleet.hang])(victim)
-
-
-def some(cases: list[tuple[Any, ...]], kept: list[tuple[Any, ...]]) -> list[Any]:
-    """All cases, those that are not kept for every day among the long ones."""
-    return [pytest.param(*c, marks=() if c in kept else pytest.mark.long) for c in cases]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ from tests.rl_runtime.loop import World
 from tests.rl_runtime.scripted_responses import request_seed_of
 
 WINDOW = 16
-RUNS = 20
-"""In few runs the level says little: short answers lose no token, or all of theirs."""
+RUNS = 8
+"""In few runs the level says little: short answers lose no token, or all of theirs. The long test has 50."""
 
 
 @dataclass

@@ -111,14 +111,6 @@ class TestEngine:
             stage.update(two, manifest)  # the same version: only the proof is repeated
         assert two.info().policy_version == manifest.policy_version, "the weights were loaded again, and proven"
 
-    def test_it_ends_with_its_further_rank(self, stage: Stage, run: RunDir) -> None:
-        engine = start(stage, run, "rollout/6")
-        stage.update(engine, stage.publish())
-        pid, _ = further_rank(run, "rollout/6")
-        engine.submit(1, [request(f"lost.{n}", n) for n in range(4)])
-        os.kill(pid, signal.SIGKILL)
-        assert engine.process.wait(PATIENCE_SECONDS) == RANK_EXIT
-
     def test_its_further_rank_ends_with_it_even_if_stopped(self, stage: Stage, run: RunDir) -> None:
         engine = start(stage, run, "rollout/7")
         engine.info()
@@ -129,6 +121,14 @@ class TestEngine:
         os.kill(pid, signal.SIGSTOP)
         engine.process.kill()
         eventually(lambda: not is_alive(pid, ticks), "end of the further rank")
+
+    def test_it_ends_with_its_further_rank(self, stage: Stage, two: Remote, run: RunDir) -> None:
+        """The last one that uses this engine."""
+        stage.update(two, stage.publish())
+        pid, _ = further_rank(run, "rollout/5")
+        two.submit(1, [request(f"lost.{n}", n) for n in range(4)])
+        os.kill(pid, signal.SIGKILL)
+        assert two.process.wait(PATIENCE_SECONDS) == RANK_EXIT
 
 
 def test_a_parameter_is_an_equal_share_of_its_sources() -> None:

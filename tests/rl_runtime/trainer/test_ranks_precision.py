@@ -5,6 +5,7 @@ pytest tests/rl_runtime/trainer/test_ranks_precision.py
 """
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from rolecall.rl_runtime.trainer.model import write_model_folder
 from tests.rl_runtime.trainer.test_precision import ALL, BFLOAT16, CHECKPOINTING, LORA
 from tests.rl_runtime.trainer.test_ranks import SETTINGS, ready
 from tests.rl_runtime.trainer_process import LEDGER, RankedReplica, Spied, Team, make_microbatches, tiny_job
+from tests.support import some
 
 REL_L2_MAX = 1e-6
 OF_ONE_TENSOR_MAX = 1e-5
@@ -126,16 +128,11 @@ IN_FLOAT32: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "layout"),
-    [
-        *((case, SHARDS) for case in IN_FLOAT32),
-        ("lora", TENSOR),
-        ("checkpointing", MESH),
-        ("lora-critic", MESH),
-    ],
-    ids=named,
-)
+IN_FLOAT32_EVERY_TIME = [("both-draft", SHARDS), ("lora", TENSOR), ("checkpointing", MESH), ("lora-critic", MESH)]
+IN_FLOAT32_CASES = [*((case, SHARDS) for case in IN_FLOAT32), *IN_FLOAT32_EVERY_TIME[1:]]
+
+
+@pytest.mark.parametrize(("case", "layout"), some(IN_FLOAT32_CASES, IN_FLOAT32_EVERY_TIME), ids=named)
 def test_in_float32_a_step_is_that_of_one_process(folder: Path, teams: list[Team], case: str, layout: Layout) -> None:
     change, name, algorithm = IN_FLOAT32[case]
     job = job_of(folder, change, name, **algorithm)
@@ -152,14 +149,26 @@ def test_in_float32_a_step_is_that_of_one_process(folder: Path, teams: list[Team
     assert apart(sent, arrays(load_file(folder / "model.safetensors"))) > OF_ONE_TENSOR_MAX
 
 
+ROUNDED = {"bfloat16": BFLOAT16, "all": ALL}
+
+
 @pytest.mark.parametrize(
-    ("name", "layout"), [("grpo", SHARDS), ("ppo", SHARDS), ("grpo", TENSOR), ("ppo", MESH)], ids=named
+    ("of", "name", "layout"),
+    some(
+        [
+            (of, *rest)
+            for of in ROUNDED
+            for rest in (("grpo", SHARDS), ("ppo", SHARDS), ("grpo", TENSOR), ("ppo", MESH))
+        ],
+        [("bfloat16", "grpo", SHARDS), ("all", "ppo", SHARDS), ("all", "grpo", TENSOR), ("bfloat16", "ppo", MESH)],
+    ),
+    ids=named,
 )
-@pytest.mark.parametrize("change", [BFLOAT16, ALL], ids=["bfloat16", "all"])
 def test_bfloat16_rounds_no_more_than_in_one_process(
-    folder: Path, teams: list[Team], change: dict[str, Any], name: str, layout: Layout
+    folder: Path, teams: list[Team], of: str, name: str, layout: Layout
 ) -> None:
     """Distance of the first step's gradients, of each network, to those of float32 with the same weights."""
+    change = ROUNDED[of]
     in_float32 = {**change, "model": {}}
     exact, usual = (alone(job_of(folder, c, name), range(1)).gradient_of(0) for c in (in_float32, change))
     member, _ = stepped(teams, job_of(folder, change, name), 1, layout=layout)
@@ -172,15 +181,25 @@ def test_bfloat16_rounds_no_more_than_in_one_process(
         assert apart(mine, theirs) <= OTHERWISE_ROUNDED_MAX[layout.tensor, critic] * rounding
 
 
+RESUMED: dict[str, tuple[dict[str, Any], str, float]] = {
+    "lora": (LORA, "grpo", REL_L2_MAX),
+    "bfloat16-critic": (BFLOAT16, "ppo", AS_BFLOAT16),
+    "all": (ALL, "grpo", AS_BFLOAT16),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "name", "most"),
-    [(LORA, "grpo", REL_L2_MAX), (BFLOAT16, "ppo", AS_BFLOAT16), (ALL, "grpo", AS_BFLOAT16)],
-    ids=["lora", "bfloat16-critic", "all"],
+    ("of", "layout"),
+    some(
+        list(product(RESUMED, (SHARDS, TENSOR, MESH))),
+        [("bfloat16-critic", SHARDS), ("lora", TENSOR), ("all", MESH)],
+    ),
+    ids=named,
 )
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR, MESH], ids=named)
 def test_a_checkpoint_of_several_ranks_resumes_with_one_and_the_other_way_round(
-    folder: Path, teams: list[Team], change: dict[str, Any], name: str, most: float, layout: Layout
+    folder: Path, teams: list[Team], of: str, layout: Layout
 ) -> None:
+    change, name, most = RESUMED[of]
     job = job_of(folder, change, name, **({"ppo_epochs": 2} if change is ALL else {}))
     member, _ = stepped(teams, job, 1, layout=layout)
     written = member.ask("exported", True)
@@ -201,14 +220,23 @@ def test_a_checkpoint_of_several_ranks_resumes_with_one_and_the_other_way_round(
     assert_close(arrays(member.ask("policy_tensors", 2)), arrays(one.policy_tensors(2)), 0.0)
 
 
+COMPARED: dict[str, tuple[dict[str, Any], float]] = {
+    "float32": ({}, 1e-5),
+    "lora": (LORA, 1e-5),
+    "bfloat16": (BFLOAT16, AS_BFLOAT16),
+}
+
+
 @pytest.mark.parametrize(
-    ("change", "close"), [({}, 1e-5), (LORA, 1e-5), (BFLOAT16, AS_BFLOAT16)], ids=["float32", "lora", "bfloat16"]
+    ("of", "layout"),
+    some(list(product(COMPARED, (SHARDS, TENSOR))), [("float32", TENSOR), ("lora", SHARDS), ("bfloat16", TENSOR)]),
+    ids=named,
 )
-@pytest.mark.parametrize("layout", [SHARDS, TENSOR], ids=named)
 def test_tokens_of_previous_versions_are_compared_as_in_one_process(
-    folder: Path, teams: list[Team], change: dict[str, Any], close: float, layout: Layout
+    folder: Path, teams: list[Team], of: str, layout: Layout
 ) -> None:
     """Three rows of each step, on two ranks, in passes of one row."""
+    change, close = COMPARED[of]
     job = job_of(folder, change, group_size=12, microbatch_tokens_max=16)
     member, results = stepped(teams, job, 1, layout=layout, behind=1)
     sent = member.ask("policy_tensors", 1)

@@ -1,13 +1,6 @@
-"""Actuators perform plans: an interface, and its adapters for the bundled runtime and for jobs that are only observed.
-
-An actuator declares the actions it supports and the smallest set of processes it can replace. Performing is idempotent:
-repeating a plan after a crash at any point has no further effect. It acts under the lease of the calling watch and
-refuses when a newer lease exists.
-"""
+"""The actuator of the bundled runtime (`rl_runtime`)."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
@@ -17,60 +10,11 @@ from rolecall.core.journal.payloads import JobStopRequested, LenderResumed, Node
 from rolecall.core.membership import STANDBY_ROLES, Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words
+from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.borrowing import BORROWER, Comeback
 from rolecall.recovery.fleet_view import fleet_of
 
 STOP_FLAG = "stop"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionResult:
-    """`done` False: the action is impossible now, for the reason given, and nothing was changed."""
-
-    done: bool
-    because: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"done": self.done, "because": self.because, **self.facts}
-
-
-class Actuator(Protocol):
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def supports(self) -> frozenset[ActionKind]: ...
-
-    def also_hit(self, plan: Plan) -> tuple[str, ...]:
-        """Side effects of the plan on other replicas, as text."""
-
-    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
-        """Performs the plan, or finds it performed. `lost_nodes`: nothing is placed there, as on quarantined ones.
-        Raises LeaseFenced: `lease` is over; another watch is the recovery leader; ActuatorError: this actuator does not
-        support the plan."""
-
-    def resume(self, comeback: Comeback, lease: Lease) -> None:
-        """Starts a replica again that had lent its node. Raises LeaseFenced: as above."""
-
-
-class NoopActuator:
-    """For jobs that rolecall did not start: supports no action. An operator performs what the incident names."""
-
-    name = "nothing"
-    supports: frozenset[ActionKind] = frozenset()
-
-    def also_hit(self, plan: Plan) -> tuple[str, ...]:
-        del plan
-        return ()
-
-    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
-        del lease, lost_nodes
-        raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
-
-    def resume(self, comeback: Comeback, lease: Lease) -> None:
-        del lease
-        raise ActuatorError(f"{self.name} cannot start {comeback.replica}")
 
 
 class RayRuntime:
@@ -88,6 +32,8 @@ class RayRuntime:
         {ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.RESTART_ROLE, ActionKind.RESTART_JOB}
         | {ActionKind.STOP_JOB}
     )
+
+    schedules = False
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

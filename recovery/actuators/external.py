@@ -1,0 +1,219 @@
+"""The actuator of jobs that rolecall did not start: performs a plan by the calls of a target.
+
+Every call that changes something is an event before it is made, and another one with its reply, under the lease of the
+watch. A watch that takes over runs the procedure again: calls with a reply are not made again, their recorded reply is
+used; one without a reply is made again only if that does no harm, else the action has failed and on-call is paged.
+
+Calls are made in a thread, one at a time for each plan: `perform` never waits, and returns None meanwhile.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.errors import ActuatorError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.text import in_words
+from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.targets.target import Member, Order, Target
+from rolecall.recovery.borrowing import Comeback
+
+PLANS_AT_ONCE = 8
+CALLS_MAX = 200
+"""Of one plan: a procedure that asks for more does not end."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A plan that is being performed. `done`: what each finished procedure did."""
+
+    orders: list[Order]
+    ends_at: float  # monotonic seconds
+    done: list[str]
+    procedure: Procedure | None = None
+    call: Call | None = None
+    pending: Future[Reply] | None = None
+    num_calls: int = 0
+
+
+class ExternalActuator:
+    """`members`: (incarnation, process) of all that run, as the watch sees them. `deadline_seconds`: of one plan."""
+
+    schedules = True
+
+    def __init__(
+        self,
+        target: Target,
+        journal: Journal,
+        members: Callable[[], Sequence[tuple[int, Member]]],
+        clock: Clock,
+        *,
+        deadline_seconds: float,
+    ) -> None:
+        self.name, self.supports = target.name, target.supports
+        self._target, self._journal, self._members, self._clock = target, journal, members, clock
+        self._deadline_seconds = deadline_seconds
+        self._pool = ThreadPoolExecutor(PLANS_AT_ONCE, thread_name_prefix="actuator")
+        self._under_way: dict[str, _UnderWay] = {}
+
+    def close(self) -> None:
+        """Starts no further call, and does not wait for those that are being made."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        named = {str(t.replica) for t in plan.targets}
+        found = {r for t in plan.targets for r in self._target.also_hit(order_of(plan, t, self._members()))}
+        return tuple(f"{replica} ends too" for replica in sorted(found - named))
+
+    def resume(self, comeback: Comeback, lease: Lease) -> None:
+        del lease
+        raise ActuatorError(f"{self.name} cannot start {comeback.replica}: nothing lends its node here")
+
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult | None:
+        del lost_nodes  # nothing is placed here: the job's own scheduler chooses
+        if plan.action not in self.supports:
+            raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
+        state = self._under_way.get(plan.digest)
+        if state is None:
+            outdated = self._outdated(plan)
+            if outdated is not None:
+                return outdated
+            begun = self._has_begun(plan)
+            orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
+            state = _UnderWay(orders=orders, ends_at=self._clock.monotonic() + self._deadline_seconds, done=[])
+            self._under_way[plan.digest] = state
+        try:
+            finished = self._go_on(plan, state, lease)
+        except ActuatorError as e:
+            del self._under_way[plan.digest]
+            return ActionResult(done=False, because=str(e))
+        if not finished:
+            return None
+        del self._under_way[plan.digest]
+        return ActionResult(done=True, because="; ".join(state.done), facts={"calls": state.num_calls})
+
+    def _outdated(self, plan: Plan) -> ActionResult | None:
+        """The result of a plan whose replicas have newer incarnations: ours, or started by the job itself."""
+        desired = self._journal.desired()
+        for target in plan.targets:
+            current = desired.get(target.replica)
+            if current is None:
+                return ActionResult(done=False, because=f"{target.replica} is not part of this job")
+            if current.incarnation > target.incarnation:
+                because = f"{target.replica}#{current.incarnation} runs by now"
+                return ActionResult(done=self._has_begun(plan), because=because)
+        return None
+
+    def _has_begun(self, plan: Plan) -> bool:
+        events = self._journal.events(kinds=[EventKind.CALL_STARTED], damaged=[])
+        return any((e.key or "").startswith(f"{plan.incident_id}:call:{plan.digest}:") for e in events)
+
+    def _go_on(self, plan: Plan, state: _UnderWay, lease: Lease) -> bool:
+        """Makes what can be made without waiting. Returns whether all is done. Raises ActuatorError: it failed."""
+        while True:
+            if state.pending is not None:
+                if not state.pending.done():
+                    return False
+                reply = state.pending.result()
+                assert state.call is not None
+                if state.call.changes:
+                    self._write_reply(plan, state, state.call, reply, lease)
+                state.pending = None
+            else:
+                reply = None
+            call = self._next_call(state, reply)
+            if call is None:
+                return True
+            if self._clock.monotonic() > state.ends_at:
+                words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
+                raise ActuatorError(words)
+            if state.num_calls >= CALLS_MAX:
+                raise ActuatorError(f"given up after {CALLS_MAX} calls; next would have been: {call.words}")
+            state.call = call
+            state.num_calls += 1
+            known = self._recorded(plan, state, call, lease) if call.changes else None
+            if known is not None:
+                state.pending = Future()
+                state.pending.set_result(known)
+                continue
+            state.pending = self._pool.submit(_made, call)
+
+    def _next_call(self, state: _UnderWay, reply: Reply | None) -> Call | None:
+        """The next call of the orders; None: all are done."""
+        while True:
+            if state.procedure is None:
+                if len(state.done) == len(state.orders):
+                    return None
+                state.procedure, reply = self._target.replace(state.orders[len(state.done)]), None
+            try:
+                return next(state.procedure) if reply is None else state.procedure.send(reply)
+            except StopIteration as e:
+                state.done.append(str(e.value))
+                state.procedure = None
+
+    def _key(self, plan: Plan, state: _UnderWay, call: Call, what: str) -> str:
+        order = state.orders[len(state.done)]
+        return f"{plan.incident_id}:{what}:{plan.digest}:{order.replica}:{call.key}"
+
+    def _recorded(self, plan: Plan, state: _UnderWay, call: Call, lease: Lease) -> Reply | None:
+        """The reply to this call if it was made before, by this watch or another. Else writes that it is made now."""
+        key, ended = self._key(plan, state, call, "call"), self._key(plan, state, call, "reply")
+        before = {e.key: e for e in self._journal.events(kinds=[EventKind.CALL_STARTED, EventKind.CALL_ENDED])}
+        if ended in before:
+            replied = before[ended].as_(CallEnded)
+            return Reply(status=replied.status, text=replied.text)
+        if key in before and not call.repeatable:
+            raise ActuatorError(f"it is not known whether this was done, and it is not repeated: {call.words}")
+        started = CallStarted(actuator=self.name, call=call.shown, words=call.words)
+        self._journal.append(started, incident_id=plan.incident_id, key=key, lease=lease)
+        return None
+
+    def _write_reply(self, plan: Plan, state: _UnderWay, call: Call, reply: Reply, lease: Lease) -> None:
+        ended = CallEnded(actuator=self.name, status=reply.status, text=reply.short)
+        key = self._key(plan, state, call, "reply")
+        self._journal.append(ended, incident_id=plan.incident_id, key=key, lease=lease)
+
+
+def _made(call: Call) -> Reply:
+    if call.after_seconds:
+        time.sleep(call.after_seconds)
+    return call.make()
+
+
+def order_of(plan: Plan, target: PlanTarget, known: Sequence[tuple[int, Member]], *, begun: bool = False) -> Order:
+    """`known`: (incarnation, process) of all that run."""
+    ours = [m for incarnation, m in known if m.replica == target.replica and incarnation == target.incarnation]
+    return Order(
+        key=f"{plan.digest}:{target.replica}",
+        incident_id=str(plan.incident_id),
+        replica=str(target.replica),
+        incarnation=target.incarnation,
+        node=str(target.node),
+        because=plan.because,
+        members=tuple(sorted(ours, key=lambda m: m.rank)),
+        others=tuple(m for _, m in known if m.replica != target.replica),
+        leave_node=plan.action is ActionKind.REPLACE_NODE,
+        begun=begun,
+    )
+
+
+def calls_of(target: Target, order: Order) -> tuple[list[Call], str]:
+    """A dry run: the calls that would change something, and how it ends. Calls that only read are made, unless they
+    would wait for what the others change. Raises ActuatorError: the target refuses, with why."""
+    procedure, changing = target.replace(order), list[Call]()
+    reply: Reply | None = None
+    for _ in range(CALLS_MAX):
+        try:
+            call = next(procedure) if reply is None else procedure.send(reply)
+        except StopIteration as e:
+            return changing, str(e.value)
+        if call.changes:
+            changing.append(call)
+        reply = call.assumed or (call.success if call.changes else _made(replace(call, after_seconds=0.0)))
+    raise ActuatorError(f"given up after {CALLS_MAX} calls")

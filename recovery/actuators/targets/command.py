@@ -1,0 +1,56 @@
+"""Any system: a command of the user's own."""
+
+from collections.abc import Sequence
+
+from rolecall.core.config.actuators import CommandActuator
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.errors import ActuatorError
+from rolecall.recovery.actuators.calls import CommandCall, Procedure
+from rolecall.recovery.actuators.targets.target import Order
+
+
+class Command:
+    name = "command"
+
+    def __init__(self, config: CommandActuator) -> None:
+        self._config = config
+        move = {ActionKind.REPLACE_NODE} if config.move is not None else set()
+        self.supports = frozenset({ActionKind.REPLACE_REPLICA, *move})
+
+    def also_hit(self, order: Order) -> Sequence[str]:
+        nodes, jobs = {m.node for m in order.members}, {m.job for m in order.members}
+        match self._config.also_ends:
+            case "node":
+                return sorted({m.replica for m in order.others if m.node in nodes})
+            case "job":
+                return sorted({m.replica for m in order.others if m.job in jobs})
+        return ()
+
+    def replace(self, order: Order) -> Procedure:
+        if not order.members:
+            if order.begun:
+                return f"{order.replica}#{order.incarnation} has ended"
+            raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to end")
+        first = order.members[0]
+        fields = {
+            **order.fields,
+            "rank": first.rank,
+            "pid": first.pid,
+            "start_ticks": first.start_ticks,
+            "job": first.job,
+            "incident": order.incident_id,
+            "because": order.because,
+        }
+        template = self._config.move if order.leave_node and self._config.move is not None else self._config.replace
+        argv = tuple(text.format_map(fields) for text in template)
+        reply = yield CommandCall(
+            key="command",
+            words=f"run the command that {'moves' if order.leave_node else 'replaces'} {order.replica}",
+            argv=argv,
+            environment={"ROLECALL_ACTION_KEY": order.key},
+            repeatable=self._config.repeatable,
+            deadline_seconds=self._config.call_seconds,
+        )
+        if reply.status != 0:
+            raise ActuatorError(f"{argv[0]}: {reply.shown}")
+        return f"{argv[0]} ended with 0"

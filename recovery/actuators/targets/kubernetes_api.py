@@ -1,0 +1,278 @@
+"""What the targets of Kubernetes share: reading pods, telling which of them hold a replica, and cordoning its node.
+
+A pod's name says nothing about time: a StatefulSet gives it to the next pod, too. A process's cgroup tells the UID of
+its pod. Where the agent cannot read that, as in an agent in the same pod, a pod holds a process only if its container
+started before the agent first saw the process. From then on the pod is meant by its UID. Changes of nodes carry the
+resource version that was read, so that a change by someone else in between is a conflict, and is read again.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
+from rolecall.core.errors import ActuatorError
+from rolecall.core.text import plain
+from rolecall.recovery.actuators.calls import REFUSED, Call, HttpCall, Reply
+from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order
+
+CLOCKS_DIFFER_SECONDS = 2.0
+"""Between two nodes; Kubernetes rounds times down to seconds."""
+TRIES_MAX = 4
+"""Of a read without an answer, or of a change that met a conflict or no answer."""
+POLL_SECONDS = (1.0, 2.0, 3.0, 5.0)
+"""Between two looks at whether a pod is gone; the last one repeats."""
+ANNOTATION = "rolecall/cordoned-because"
+ANNOTATION_CHARACTERS = 300
+MERGE_PATCH = "application/merge-patch+json"
+JSON_PATCH = "application/json-patch+json"
+GONE = 404
+CONFLICT = 409
+TOO_MANY = 429
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """`started_at`: of the container with the job's processes, wall seconds; 0: it does not run. `owner`: kind of its
+    controller; empty: none, so that nothing would make another one."""
+
+    name: str
+    uid: str
+    node: str
+    phase: str
+    started_at: float
+    deleting: bool = False
+    owner: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("Succeeded", "Failed")
+
+
+class KubernetesApi:
+    def __init__(self, config: KubernetesActuator | KubeRayActuator) -> None:
+        self._config = config
+        self.namespaced = f"/api/v1/namespaces/{quote(config.namespace, safe='')}"
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        key: str,
+        words: str,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        content_type: str = "application/json",
+        assumed: Reply | None = None,
+        after_seconds: float = 0.0,
+    ) -> HttpCall:
+        """Every change names a UID or resource version, and is therefore repeatable: a second time does nothing."""
+        changes = method != "GET"
+        return HttpCall(
+            key=key,
+            words=words,
+            method=method,
+            url=self._config.api.rstrip("/") + path,
+            body=body,
+            content_type=content_type,
+            changes=changes,
+            repeatable=changes,
+            assumed=Reply(status=200, text="{}") if changes and assumed is None else assumed,
+            token_path=self._config.token_path,
+            ca_path=self._config.ca_path if self._config.api.startswith("https:") else "",
+            deadline_seconds=self._config.call_seconds,
+            after_seconds=after_seconds,
+        )
+
+    def read(self, key: str, words: str, path: str, assumed: Reply | None = None) -> Generator[Call, Reply, Reply]:
+        """Asks again if there is no answer, or one that says that the server cannot answer now."""
+        reply = Reply(status=REFUSED)
+        for n in range(TRIES_MAX):
+            reply = yield self.call(f"{key}-{n}", words, "GET", path, assumed=assumed, after_seconds=float(n))
+            if not unavailable(reply):
+                break
+        return reply
+
+    def pod(self, key: str, name: str) -> Generator[Call, Reply, Pod | None]:
+        """None: there is none. Raises ActuatorError: it cannot be read."""
+        words = f"read pod {name}"
+        reply = yield from self.read(key, words, f"{self.namespaced}/pods/{quote(name, safe='')}")
+        if reply.status == GONE:
+            return None
+        return self._pod_of(read_object(reply, words))
+
+    def pods(self, key: str, selector: str) -> Generator[Call, Reply, list[Pod]]:
+        """Raises ActuatorError: they cannot be read."""
+        words = f"list the pods with {selector}"
+        query = urlencode({"labelSelector": selector})
+        reply = yield from self.read(key, words, f"{self.namespaced}/pods?{query}")
+        value = read_object(reply, words)
+        items = value.get("items")
+        if not isinstance(items, list) or value.get("metadata", {}).get("continue"):
+            raise ActuatorError(f"{words}: the answer is no whole list")
+        return [self._pod_of(item) for item in items]
+
+    def _pod_of(self, value: Any) -> Pod:
+        """Raises ActuatorError: it is no pod."""
+        try:
+            metadata, spec, status = value["metadata"], value.get("spec") or {}, value.get("status") or {}
+            container = self._config.container or spec["containers"][0]["name"]
+            started = [
+                _seconds(state["running"]["startedAt"])
+                for c in status.get("containerStatuses") or ()
+                if c["name"] == container and "running" in (state := c.get("state") or {})
+            ]
+            owners = [o["kind"] for o in metadata.get("ownerReferences") or () if o.get("controller")]
+            return Pod(
+                name=_text(metadata["name"]),
+                uid=_text(metadata["uid"]),
+                node=str(spec.get("nodeName") or ""),
+                phase=str(status.get("phase") or ""),
+                started_at=started[0] if started else 0.0,
+                deleting=bool(metadata.get("deletionTimestamp")),
+                owner=str(owners[0]) if owners else "",
+                labels={str(k): str(v) for k, v in (metadata.get("labels") or {}).items()},
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+            raise ActuatorError(f"the API server's answer is no pod: {plain(repr(e), 200)}") from None
+
+    # --- what they are for --------------------------------------------------------------------------------------------
+
+    def wait_until_gone(
+        self, pods: Sequence[Pod], seconds: float | None = None
+    ) -> Generator[Call, Reply, tuple[str, ...]]:
+        """Looks until no pod with one of these UIDs is left, or for about `seconds`. Returns the names of those left.
+        Raises ActuatorError: a pod may not be read."""
+        left, waited, n = list(pods), 0.0, 0
+        while left and (seconds is None or waited < seconds):
+            after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
+            reply = yield self.call(
+                f"gone-{n}",
+                f"read whether pod {left[0].name} is gone",
+                "GET",
+                f"{self.namespaced}/pods/{quote(left[0].name, safe='')}",
+                assumed=Reply(status=GONE),
+                after_seconds=after,
+            )
+            waited, n = waited + after, n + 1
+            if reply.status == GONE:
+                left = left[1:]
+            elif not unavailable(reply):
+                now = self._pod_of(read_object(reply, f"read pod {left[0].name}"))
+                if now.uid != left[0].uid or now.ended:
+                    left = left[1:]
+        return tuple(p.name for p in left)
+
+    def cordon(self, node: str, order: Order) -> Generator[Call, Reply, str]:
+        """What was done, to be added to a sentence. Raises ActuatorError: the node is not cordoned."""
+        path = f"/api/v1/nodes/{quote(node, safe='')}"
+        reply = Reply(status=REFUSED)
+        for n in range(TRIES_MAX):
+            words = f"read node {node}"
+            value = read_object((yield from self.read(f"node-{n}", words, path)), words)
+            metadata = value.get("metadata") or {}
+            if metadata.get("name") != node or not metadata.get("resourceVersion"):
+                raise ActuatorError(f"{words}: the answer is another object")
+            if (value.get("spec") or {}).get("unschedulable"):
+                return f"; node {node} is cordoned"
+            because = plain(f"{order.incident_id}: {order.because}", ANNOTATION_CHARACTERS)
+            reply = yield self.call(
+                f"cordon-{n}",
+                f"cordon node {node}",
+                "PATCH",
+                path,
+                body={
+                    "metadata": {"resourceVersion": metadata["resourceVersion"], "annotations": {ANNOTATION: because}},
+                    "spec": {"unschedulable": True},
+                },
+                content_type=MERGE_PATCH,
+            )
+            if reply.status == 200:
+                return f"; node {node} is cordoned"
+            if reply.status != CONFLICT and not unavailable(reply):
+                break
+        raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
+
+
+def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, Pod]:
+    """Node of a member -> the pod that holds it, of those that `where` names. Raises ActuatorError: a member has none,
+    or one of several; HasEnded: its pod is gone."""
+    found: dict[str, Pod] = {}
+    for member in order.members:
+        words = f"rank {member.rank} of {order.replica}#{order.incarnation} on {member.node}"
+        if member.pod_uid:
+            pod = next((p for p in pods if p.uid == member.pod_uid and not p.ended), None)
+            if pod is None:
+                raise HasEnded(f"{words} is in the pod with UID {member.pod_uid}, and no pod of {where} has that")
+            _keep(found, member, pod, order)
+            continue
+        if member.registered_at <= 0:
+            raise ActuatorError(f"it is not known since when {words} runs")
+        here = [p for p in pods if not p.ended and member.node in (p.name, p.node)]
+        if not here:
+            raise ActuatorError(f"no pod of {where} holds {words}")
+        if len(here) > 1:
+            raise ActuatorError(f"cannot tell which pod holds {words}: {', '.join(sorted(p.name for p in here))}")
+        (pod,) = here
+        if not 0 < pod.started_at <= member.registered_at + CLOCKS_DIFFER_SECONDS:
+            state = "started after it" if pod.started_at else f"is {pod.phase or 'in no phase'}"
+            raise HasEnded(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
+        _keep(found, member, pod, order)
+    return found
+
+
+def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:
+    """Raises ActuatorError: the node has another pod of the replica, too."""
+    if found.setdefault(member.node, pod) != pod:
+        raise ActuatorError(f"ranks of {order.replica} on {member.node} are in several pods")
+
+
+def in_the_same_pods(order: Order, others: Sequence[Member]) -> list[str]:
+    """Replicas with processes on the same nodes, but those that are known to be in other pods there."""
+    pods: dict[str, set[str]] = {}
+    for member in order.members:
+        pods.setdefault(member.node, set()).add(member.pod_uid)
+    return sorted(
+        {
+            m.replica
+            for m in others
+            if m.node in pods and ("" in {m.pod_uid, *pods[m.node]} or m.pod_uid in pods[m.node])
+        }
+    )
+
+
+def unavailable(reply: Reply) -> bool:
+    """No answer, or one that says nothing about the object."""
+    return not reply.known or reply.status in (REFUSED, TOO_MANY) or reply.status >= 500
+
+
+def read_object(reply: Reply, words: str) -> dict[str, Any]:
+    """Raises ActuatorError: it was not read."""
+    value = reply.json
+    if reply.status != 200 or not isinstance(value, dict):
+        raise ActuatorError(f"{words}: {said(reply)}")
+    return value
+
+
+def said(reply: Reply) -> str:
+    """The message of an API server's `Status`, or the answer itself."""
+    value = reply.json
+    if isinstance(value, dict) and isinstance(value.get("message"), str):
+        return f"status {reply.status}: {plain(value['message'], 300)}"
+    return reply.shown
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def _text(value: Any) -> str:
+    """Raises ValueError: it is no text, or empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"expected a text, got {value!r}")
+    return value

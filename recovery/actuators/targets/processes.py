@@ -1,0 +1,45 @@
+"""Frameworks that notice a dead process and start it again: the processes of the replica are ended."""
+
+from collections.abc import Sequence
+
+from rolecall.core.config.actuators import ProcessesActuator
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.errors import ActuatorError
+from rolecall.core.text import counted
+from rolecall.recovery.actuators.calls import CommandCall, Procedure
+from rolecall.recovery.actuators.targets.target import Order
+
+
+class Processes:
+    name = "processes"
+    supports = frozenset({ActionKind.REPLACE_REPLICA})
+
+    def __init__(self, config: ProcessesActuator) -> None:
+        self._config = config
+
+    def also_hit(self, order: Order) -> Sequence[str]:
+        return ()
+
+    def replace(self, order: Order) -> Procedure:
+        config, named = self._config, f"{order.replica}#{order.incarnation}"
+        if not order.members:
+            if order.begun:
+                return f"{named} has ended"
+            raise ActuatorError(f"no process of {named} is seen: nothing to end")
+        for member in order.members:
+            prefix = tuple(text.format(node=member.node) for text in config.run_on_node)
+            reply = yield CommandCall(
+                key=f"rank {member.rank}",
+                words=f"end rank {member.rank} of {named}, pid {member.pid} on {member.node}",
+                argv=(
+                    *prefix,
+                    *config.program,
+                    *("node", "end", str(member.pid), "--start-ticks", str(member.start_ticks)),
+                    *(("--grace", f"{config.grace_seconds:g}") if config.grace_seconds else ()),
+                ),
+                repeatable=True,  # only that process, whoever has its PID later
+                deadline_seconds=config.call_seconds + config.grace_seconds,
+            )
+            if reply.status != 0:
+                raise ActuatorError(f"pid {member.pid} on {member.node}: {reply.shown}")
+        return f"ended {counted(len(order.members), 'process', 'processes')} of {named}"

@@ -1,0 +1,56 @@
+"""Configuration of a watch over a job that rolecall did not start (`rolecall watch agents --config FILE`)."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator
+from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
+from rolecall.core.config.section import Seconds, Section
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN
+
+
+class WatchedConfig(Section):
+    """Without a file: mode observe, and nothing acts."""
+
+    recovery: RecoveryConfig = RecoveryConfig()
+    """As in a job file. Mode observe, the default, tells what it would do."""
+    detector: DetectorConfig = DetectorConfig()
+    """As in a job file."""
+    actuator: ActuatorConfig | None = None
+    """What replaces a replica. null: nothing acts; on-call is told what to do."""
+    roles: tuple[str, ...] = ()
+    """Roles whose replicas may be replaced, as [rollout]; needed with an actuator. A replica of another role, of this
+    job or of another one on the same nodes, is never touched: on-call is paged."""
+    deadline_seconds: Seconds = 300.0
+    """Of one action, all its calls together."""
+
+
+def parse_watched(value: Any, source: str = "") -> WatchedConfig:
+    """Raises ConfigError: with every problem, each `path: reason`."""
+    if not isinstance(value, dict):
+        raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], source)
+    try:
+        config = WatchedConfig.model_validate(value)
+    except ValidationError as e:
+        raise ConfigError(problems_of(e), source) from None
+    problems = []
+    if config.recovery.mode != "observe" and config.actuator is None:
+        problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator")
+    if config.actuator is not None and not config.roles:
+        problems.append("roles: name the roles whose replicas may be replaced, for example [rollout]")
+    problems += [f"roles: {role!r} is no role" for role in config.roles if not ID_PATTERN.fullmatch(role)]
+    if isinstance(config.actuator, KubeRayActuator) and config.actuator.wait_seconds > config.deadline_seconds / 2:
+        problems.append(
+            "actuator.wait_seconds: must be at most half of deadline_seconds: workersToDelete is cleared then"
+        )
+    if problems:
+        raise ConfigError(problems, source)
+    return config
+
+
+def load_watched(path: Path) -> WatchedConfig:
+    """Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
+    return parse_watched(read_yaml_file(path), str(path))

@@ -1,0 +1,123 @@
+"""`rolecall node end PID`: ends one process of this node and its descendants, and never another one.
+
+A PID is reused by the kernel, so a process is named by PID and start time, and signalled through a pidfd that was
+opened before the start time was compared. Descendants go with it: an engine's core that outlives its engine keeps the
+GPU's memory.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from rolecall.core.errors import CommandRefused
+from rolecall.core.ids import process_start_ticks
+from rolecall.core.text import counted
+
+POLL_SECONDS = 0.02
+
+
+def end_process(
+    pid: int,
+    start_ticks: int,
+    *,
+    grace_seconds: float = 0.0,
+    deadline_seconds: float = 10.0,
+    proc: Path = Path("/proc"),
+    pause: Callable[[float], None] = time.sleep,
+) -> str:
+    """Ends the process with SIGKILL, after SIGTERM and `grace_seconds` if that is not 0. Returns what was done; a
+    process that is gone, or whose PID another process has, is done with.
+
+    Raises:
+        CommandRefused: it is this process, an ancestor of it, or PID 1; it may not be signalled; or it does not end in
+            time, as in an uninterruptible system call.
+    """
+    if pid == 1 or pid in _ancestors(os.getpid(), proc):
+        raise CommandRefused(f"PID {pid} is not ended: this command runs below it")
+    with ExitStack() as stack:
+        family = [(pid, start_ticks), *_descendants(pid, proc)]
+        opened: list[tuple[int, int]] = []  # (PID, pidfd)
+        for one, ticks in family:
+            try:
+                fd = os.pidfd_open(one)
+            except ProcessLookupError:
+                continue
+            stack.callback(os.close, fd)
+            if process_start_ticks(one, proc) == ticks and not _is_zombie(one, proc):
+                opened.append((one, fd))
+            elif one == pid:
+                break  # its children, if there are any, are those of another process
+        if not opened or opened[0][0] != pid:
+            return f"process {pid} with start time {start_ticks} is gone"
+        try:
+            if grace_seconds:
+                signal.pidfd_send_signal(opened[0][1], signal.SIGTERM)
+                _wait(opened[:1], grace_seconds, proc, pause)
+            for _, fd in opened:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended by now
+        except PermissionError:
+            raise CommandRefused(f"process {pid} may not be signalled by user {os.geteuid()}") from None
+        left = _wait(opened, deadline_seconds, proc, pause)
+    if left:
+        pids = ", ".join(map(str, left))
+        raise CommandRefused(f"SIGKILL was sent, but {pids} did not end within {deadline_seconds:g} s")
+    return f"ended process {pid} and {counted(len(opened) - 1, 'descendant')}"
+
+
+def _wait(opened: list[tuple[int, int]], seconds: float, proc: Path, pause: Callable[[float], None]) -> list[int]:
+    """PIDs of those that still run at the deadline."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = [pid for pid, fd in opened if not _is_over(pid, fd, proc)]
+        if not left or time.monotonic() > deadline:
+            return left
+        pause(POLL_SECONDS)
+
+
+def _is_over(pid: int, fd: int, proc: Path) -> bool:
+    try:
+        signal.pidfd_send_signal(fd, 0)
+    except ProcessLookupError:
+        return True
+    return _is_zombie(pid, proc)  # its parent has not read its exit code
+
+
+def _stat(pid: int, proc: Path) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty: there is no such process."""
+    try:
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_zombie(pid: int, proc: Path) -> bool:
+    return _stat(pid, proc)[:1] in (["Z"], ["X"], [])
+
+
+def _ancestors(pid: int, proc: Path) -> set[int]:
+    found = {pid}
+    while fields := _stat(pid, proc):
+        pid = int(fields[1])
+        found.add(pid)
+    return found
+
+
+def _descendants(pid: int, proc: Path) -> list[tuple[int, int]]:
+    """(PID, start time) of all, parents first."""
+    children: dict[int, list[tuple[int, int]]] = {}
+    for folder in proc.iterdir():
+        fields = _stat(int(folder.name), proc) if folder.name.isdecimal() else []
+        if len(fields) > 19:
+            children.setdefault(int(fields[1]), []).append((int(folder.name), int(fields[19])))
+    found, todo = list[tuple[int, int]](), [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += [child for child, _ in below]
+    return found

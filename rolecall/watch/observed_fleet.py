@@ -1,0 +1,272 @@
+"""Incarnations of the replicas of a job that rolecall did not start, for a watch that may act on it.
+
+Nobody counts them there, so they are counted as they are seen. The first processes of a replica are incarnation 1. A
+process belongs to the next one if its rank has another process in this one, or if one of this one has ended. Events
+that an agent repeats to a new watch are of the past and count nothing. The journal's desired and actual state follow
+what is seen: recovery then reads the same records as of a run of rolecall.
+
+A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeVar
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import InvalidId, JournalError
+from rolecall.core.ids import NodeId, ProcessId, ReplicaId, split_replica
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, job_names
+from rolecall.detector.base.observation import Observation
+from rolecall.recovery.actuators.targets.target import Member
+from rolecall.recovery.interfaces import ObservationSource
+
+logger = logging.getLogger(__name__)
+
+FLAG = "observed_incarnations"
+SETTLE_SECONDS = 3.0
+"""A process that registers gets the name that it asks for: what it was called before is not written down."""
+FRESH_SECONDS = 30.0
+"""A registration that is older is repeated history."""
+SEEN = "as its processes were seen"
+One = TypeVar("One", ProcessSample, AgentEvent)
+
+
+class _Registered(NamedTuple):
+    """`at`: wall seconds of its node."""
+
+    job: str
+    rendezvous: str
+    pod_uid: str
+    slurm_step: str
+    at: float
+
+
+_UNKNOWN = _Registered("", "", "", "", 0.0)
+
+
+@dataclass(slots=True)
+class _Counted:
+    """Newest incarnation of one replica. `expected`: most ranks that one of them had; `since`: monotonic seconds;
+    `previous`: processes of the one before."""
+
+    incarnation: int
+    since: float
+    ranks: dict[int, ProcessId] = field(default_factory=dict)
+    ended: set[ProcessId] = field(default_factory=set)
+    expected: int = 1
+    previous: set[ProcessId] = field(default_factory=set)
+
+    @property
+    def state(self) -> ReplicaState:
+        if self.ended:
+            return ReplicaState.STOPPED
+        return ReplicaState.SERVING if len(self.ranks) >= self.expected else ReplicaState.READY
+
+
+class ObservedFleet:
+    """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
+    replicas are counted; the others are passed on as they are, and recovery knows no such replica."""
+
+    def __init__(self, source: ObservationSource, journal: Journal, clock: Clock, roles: frozenset[str]) -> None:
+        self._source, self._journal, self._clock, self._roles = source, journal, clock, roles
+        self._replicas: dict[str, _Counted] = {}
+        self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
+        self._registered: dict[ProcessId, _Registered] = {}
+        self._written: dict[str, tuple[int, ReplicaState]] = {}
+        self._kept = ""
+        self._read()
+
+    def members(self) -> list[tuple[int, Member]]:
+        """(incarnation, process) of all that run."""
+        return [
+            (counted.incarnation, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
+            for replica, counted in self._replicas.items()
+            for rank, process in counted.ranks.items()
+            if process not in counted.ended
+        ]
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen: Observation = self._source.poll(timeout_seconds)
+        for event in seen.events:
+            self._take_event(event, seen.wall_at)
+        for batch in seen.batches:
+            for sample in batch.processes:
+                self._take_sample(sample)
+        self._write()
+        batches = tuple(replace(b, processes=tuple(map(self._counted, b.processes))) for b in seen.batches)
+        return replace(seen, batches=batches, events=tuple(map(self._counted, seen.events)))
+
+    def _counted(self, one: One) -> One:
+        known = self._of.get(one.process) if one.process is not None else None
+        return one if known is None or known[0] != one.replica else replace(one, incarnation=known[1])
+
+    def _take_event(self, event: AgentEvent, now: float) -> None:
+        if event.process is None:
+            return
+        if event.kind is AgentEventKind.REGISTERED and event.replica.partition("/")[0] in self._roles:
+            known = self._registered.get(event.process)
+            self._registered[event.process] = _Registered(
+                job=next(iter(job_names(event)), ""),
+                rendezvous=event.detail.get("rendezvous", ""),
+                pod_uid=event.detail.get("pod_uid", ""),
+                slurm_step=event.detail.get("slurm_step", ""),
+                at=event.wall_at if known is None else min(known.at, event.wall_at),
+            )
+            if now - event.wall_at <= FRESH_SECONDS:
+                self._count(event.replica, event.rank, event.process)
+        elif event.kind is AgentEventKind.EXITED:
+            self._end(event.process)
+
+    def _take_sample(self, sample: ProcessSample) -> None:
+        if sample.alive:
+            self._count(sample.replica, sample.rank, sample.process)
+        else:
+            self._end(sample.process)
+
+    def _count(self, replica: str, rank: int, process: ProcessId) -> None:
+        before = self._of.get(process)
+        if before is not None:
+            if before[0] == replica:
+                return
+            self._rename(process, before[0])
+        try:
+            if split_replica(replica)[0] not in self._roles:
+                return
+        except InvalidId:
+            return
+        counted = self._replicas.get(replica)
+        if counted is None:
+            counted = self._replicas[replica] = _Counted(incarnation=1, since=self._clock.monotonic())
+        elif any(p.node == process.node and p.start_ticks > process.start_ticks for p in counted.ended):
+            return  # older than one of this incarnation that has ended
+        elif counted.ended or counted.ranks.get(rank, process) != process:
+            held = counted.ranks.get(rank)
+            if held is not None and held.node == process.node and held.start_ticks > process.start_ticks:
+                return
+            for old in counted.previous:
+                self._of.pop(old, None)
+                self._registered.pop(old, None)
+            counted = self._replicas[replica] = _Counted(
+                incarnation=counted.incarnation + 1,
+                since=self._clock.monotonic(),
+                expected=counted.expected,
+                previous=set(counted.ranks.values()),
+            )
+        counted.ranks[rank] = process
+        counted.expected = max(counted.expected, len(counted.ranks))
+        self._of[process] = replica, counted.incarnation
+
+    def _rename(self, process: ProcessId, was: str) -> None:
+        """Takes the process out of the replica that it was thought to belong to."""
+        counted = self._replicas.get(was)
+        if counted is None:
+            return
+        counted.ranks = {rank: p for rank, p in counted.ranks.items() if p != process}
+        if not counted.ranks and was not in self._written:
+            del self._replicas[was]
+
+    def _end(self, process: ProcessId) -> None:
+        replica, incarnation = self._of.get(process, ("", 0))
+        counted = self._replicas.get(replica)
+        if counted is not None and counted.incarnation == incarnation:
+            counted.ended.add(process)
+
+    # --- the journal --------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        now = self._clock.monotonic()
+        try:
+            for replica, counted in self._replicas.items():
+                this = counted.incarnation, counted.state
+                if self._written.get(replica) != this and counted.ranks and now - counted.since >= SETTLE_SECONDS:
+                    self._write_replica(ReplicaId(replica), counted)
+                    self._written[replica] = this
+            text = self._to_json()
+            if text != self._kept:
+                self._journal.set_flag(FLAG, text)
+                self._kept = text
+        except JournalError as e:  # the next poll writes it
+            logger.warning("the observed replicas are not written: %s", e)
+
+    def _write_replica(self, replica: ReplicaId, counted: _Counted) -> None:
+        first = counted.ranks[min(counted.ranks)]
+        node = NodeId(first.node)
+        self._journal.set_desired(Desired(replica=replica, incarnation=counted.incarnation, node=node, because=SEEN))
+        self._journal.set_actual(
+            Actual(
+                replica=replica,
+                incarnation=counted.incarnation,
+                node=node,
+                state=counted.state,
+                pid=first.pid,
+                start_ticks=first.start_ticks,
+                because="a process of it has ended" if counted.ended else "",
+            )
+        )
+
+    def _to_json(self) -> str:
+        kept = {
+            replica: [
+                c.incarnation,
+                c.expected,
+                [
+                    [rank, p.node, p.pid, p.start_ticks, *self._registered.get(p, _UNKNOWN), p not in c.ended]
+                    for rank, p in c.ranks.items()
+                ],
+            ]
+            for replica, c in sorted(self._replicas.items())
+        }
+        return json.dumps(kept, separators=(",", ":"))
+
+    def _read(self) -> None:
+        """What an earlier watch counted: its processes keep their numbers."""
+        try:
+            for replica, incarnation, expected, rank, process, registered, lives in _kept(self._journal):
+                counted = self._replicas.setdefault(
+                    replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
+                )
+                counted.ranks[rank] = process
+                counted.ended |= set() if lives else {process}
+                self._of[process] = replica, incarnation
+                self._registered[process] = registered
+        except (JournalError, ValueError, TypeError, AttributeError) as e:
+            logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
+            self._replicas, self._of, self._registered = {}, {}, {}
+
+
+def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
+    return Member(
+        replica=replica,
+        rank=rank,
+        node=process.node,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        job=registered.job,
+        rendezvous=registered.rendezvous,
+        registered_at=registered.at,
+        pod_uid=registered.pod_uid,
+        slurm_step=registered.slurm_step,
+    )
+
+
+def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
+    """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
+    Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
+    for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
+        for rank, node, pid, start_ticks, *names, at, lives in ranks:
+            process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
+            job, rendezvous, pod_uid, slurm_step = map(str, names)
+            registered = _Registered(job, rendezvous, pod_uid, slurm_step, float(at))
+            yield replica, incarnation, expected, rank, process, registered, lives
+
+
+def kept_members(journal: Journal) -> list[tuple[int, Member]]:
+    """(incarnation, process) of all that ran when the newest watch last looked; none if nothing was kept."""
+    try:
+        return [(n, _member(replica, rank, p, it)) for replica, n, _, rank, p, it, lives in _kept(journal) if lives]
+    except (ValueError, TypeError, AttributeError):
+        return []

@@ -1,0 +1,294 @@
+"""An API server of Kubernetes in memory, with KubeRay's operator: what the targets use of them, by their documentation.
+
+Objects have resource versions; a change with an old one is a conflict, and a JSON patch whose test fails is refused.
+Evictions check the UID. Pods have controllers that make others: with the same name (`StatefulSet`), or with a new one.
+"""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from rolecall.recovery.actuators.calls import Call, HttpCall, Reply
+from tests.recovery.actuators.driving import NOW
+
+NAMESPACE = "rl"
+Answer = tuple[int, dict[str, Any]]
+
+
+def status(code: int, message: str) -> Answer:
+    return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+
+
+class _Forbidden(Exception):
+    pass
+
+
+class FakeKubernetes:
+    """`ended`: UIDs of pods in the order of their ends; `cordoned`: nodes. `budget`: evictions refused before one is
+    allowed. `stuck`: pods never vanish (a dead node)."""
+
+    def __init__(self) -> None:
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.nodes: dict[str, dict[str, Any]] = {}
+        self.clusters: dict[str, dict[str, Any]] = {}
+        self.ended: list[str] = []
+        self.cordoned: list[str] = []
+        self.asked: list[tuple[str, str, str]] = []  # (verb, API group, resource) as RBAC has them
+        self.forbidden: set[str] = set()  # resources
+        self.budget = 0
+        self.stuck = False
+        self._numbers = itertools.count(1)
+
+    # --- what there is ------------------------------------------------------------------------------------------------
+
+    def node(self, name: str) -> None:
+        self.nodes[name] = {
+            "kind": "Node",
+            "metadata": {"name": name, "resourceVersion": self._version()},
+            "spec": {},
+        }
+
+    def pod(
+        self,
+        name: str,
+        node: str,
+        *,
+        started_at: float = NOW - 60,
+        owner: str = "StatefulSet",
+        labels: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Returns it; the latest one of the name."""
+        if node not in self.nodes:
+            self.node(node)
+        started = datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        owners = [{"kind": owner, "name": "o", "controller": True}] if owner else []
+        self.pods[name] = {
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": NAMESPACE,
+                "uid": f"uid-{next(self._numbers)}",
+                "resourceVersion": self._version(),
+                "ownerReferences": owners,
+                "labels": labels or {},
+            },
+            "spec": {"nodeName": node, "containers": [{"name": "main"}, {"name": "sidecar"}]},
+            "status": {
+                "phase": "Running",
+                "containerStatuses": [
+                    {"name": "sidecar", "state": {"running": {"startedAt": "2020-01-01T00:00:00Z"}}},
+                    {"name": "main", "state": {"running": {"startedAt": started}}},
+                ],
+            },
+        }
+        self._pods_changed()
+        return self.pods[name]
+
+    def cluster(self, name: str, *groups: dict[str, Any], **spec: Any) -> dict[str, Any]:
+        self.clusters[name] = {
+            "kind": "RayCluster",
+            "metadata": {"name": name, "namespace": NAMESPACE, "resourceVersion": self._version()},
+            "spec": {"workerGroupSpecs": list(groups), **spec},
+        }
+        return self.clusters[name]
+
+    def uid(self, name: str) -> str:
+        return str(self.pods[name]["metadata"]["uid"])
+
+    def replace_pod(self, name: str) -> str:
+        """Its controller ends it and makes another one that starts now. Returns the name of that."""
+        old = self.pods.pop(name)
+        owner = (old["metadata"]["ownerReferences"] or [{"kind": ""}])[0]["kind"]
+        again = name if owner == "StatefulSet" else f"{name[:20]}-{next(self._numbers)}"
+        self.pod(again, old["spec"]["nodeName"], started_at=NOW + 60, owner=owner, labels=old["metadata"]["labels"])
+        return again
+
+    # --- the API ------------------------------------------------------------------------------------------------------
+
+    def reply(self, call: Call) -> Reply:
+        assert isinstance(call, HttpCall)
+        url = urlsplit(call.url)
+        code, value = self.handle(call.method, url.path, url.query, call.content_type, call.body)
+        return Reply(status=code, text=json.dumps(value))
+
+    def handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
+        try:
+            return self._handle(method, path, query, content_type, body)
+        except _Forbidden:
+            return status(403, "forbidden")
+
+    def _handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
+        match [unquote(part) for part in path.strip("/").split("/")]:
+            case ["api", "v1", "nodes", name]:
+                self._ask("get" if method == "GET" else "patch", "", "nodes")
+                return self._node(method, name, content_type, body)
+            case ["api", "v1", "namespaces", namespace, "pods"] if namespace == NAMESPACE and method == "GET":
+                self._ask("list", "", "pods")
+                return self._list(parse_qs(query)["labelSelector"][0])
+            case ["api", "v1", "namespaces", namespace, "pods", name] if namespace == NAMESPACE and method == "GET":
+                self._ask("get", "", "pods")
+                pod = self.pods.get(name)
+                return (200, pod) if pod is not None else status(404, f'pods "{name}" not found')
+            case ["api", "v1", "namespaces", namespace, "pods", name, "eviction"] if namespace == NAMESPACE:
+                assert method == "POST"
+                self._ask("create", "", "pods/eviction")
+                return self._evict(name, body)
+            case ["apis", "ray.io", "v1", "namespaces", namespace, "rayclusters", name] if namespace == NAMESPACE:
+                self._ask("get" if method == "GET" else "patch", "ray.io", "rayclusters")
+                return self._cluster(method, name, content_type, body)
+        return status(404, "the server could not find the requested resource")
+
+    def _ask(self, verb: str, group: str, resource: str) -> None:
+        self.asked.append((verb, group, resource))
+        if resource in self.forbidden:
+            raise _Forbidden
+
+    def _version(self) -> str:
+        return str(next(self._numbers))
+
+    def _node(self, method: str, name: str, content_type: str, body: Any) -> Answer:
+        node = self.nodes.get(name)
+        if node is None:
+            return status(404, f'nodes "{name}" not found')
+        if method == "GET":
+            return 200, node
+        assert content_type == "application/merge-patch+json" and set(body) == {"metadata", "spec"}
+        if body["metadata"].pop("resourceVersion") != node["metadata"]["resourceVersion"]:
+            return status(409, "the object has been modified; please apply your changes to the latest version")
+        assert set(body["metadata"]) == {"annotations"} and body["spec"] == {"unschedulable": True}
+        node["metadata"].update(body["metadata"], resourceVersion=self._version())
+        node["spec"].update(body["spec"])
+        self.cordoned.append(name)
+        return 200, node
+
+    def _list(self, selector: str) -> Answer:
+        found = [p for p in self.pods.values() if _selects(selector, p["metadata"]["labels"])]
+        return 200, {"kind": "PodList", "metadata": {}, "items": found}
+
+    def _evict(self, name: str, body: Any) -> Answer:
+        assert body["apiVersion"] == "policy/v1" and body["metadata"] == {"name": name, "namespace": NAMESPACE}
+        pod = self.pods.get(name)
+        if pod is None:
+            return status(404, f'pods "{name}" not found')
+        if body["deleteOptions"]["preconditions"]["uid"] != pod["metadata"]["uid"]:
+            return status(409, "Precondition failed: UID in precondition")
+        if self.budget > 0:
+            self.budget -= 1
+            return status(429, "Cannot evict pod as it would violate the pod's disruption budget.")
+        self._end(name)
+        return 201, {"kind": "Status", "status": "Success"}
+
+    def _end(self, name: str) -> None:
+        self.ended.append(self.uid(name))
+        if self.stuck:
+            self.pods[name]["metadata"]["deletionTimestamp"] = "2027-01-15T08:00:00Z"
+        else:
+            self.replace_pod(name)
+
+    def _cluster(self, method: str, name: str, content_type: str, body: Any) -> Answer:
+        cluster = self.clusters.get(name)
+        if cluster is None:
+            return status(404, f'rayclusters.ray.io "{name}" not found')
+        if method == "GET":
+            return 200, cluster
+        assert content_type == "application/json-patch+json"
+        changed = json.loads(json.dumps(cluster))
+        for operation in body:
+            *parents, last = operation["path"].strip("/").split("/")
+            place = changed
+            try:
+                for parent in parents:
+                    place = place[int(parent)] if isinstance(place, list) else place[parent]
+                if operation["op"] == "test":
+                    if place[last] != operation["value"]:
+                        return status(422, "the server rejected our request due to an error in our request")
+                else:
+                    assert operation["op"] == "add" or last in place
+                    place[last] = operation["value"]
+            except (KeyError, IndexError):
+                return status(422, f"no {operation['path']}")
+        changed["metadata"]["resourceVersion"] = self._version()
+        self.clusters[name] = changed
+        self._reconcile(changed)
+        return 200, changed
+
+    def _reconcile(self, cluster: dict[str, Any]) -> None:
+        for group in cluster["spec"]["workerGroupSpecs"]:
+            for name in (group.get("scaleStrategy") or {}).get("workersToDelete") or ():
+                if name in self.pods and "deletionTimestamp" not in self.pods[name]["metadata"]:
+                    self._end(name)
+
+    def _pods_changed(self) -> None:
+        """KubeRay counts its pods in the status of the RayCluster."""
+        for cluster in self.clusters.values():
+            cluster["metadata"]["resourceVersion"] = self._version()
+
+
+def _selects(selector: str, labels: dict[str, str]) -> bool:
+    while selector:
+        if " in (" in selector.partition(",")[0]:
+            key, _, rest = selector.partition(" in (")
+            values, _, selector = rest.partition(")")
+            selector = selector.removeprefix(",")
+            if labels.get(key) not in values.split(","):
+                return False
+        else:
+            term, _, selector = selector.partition(",")
+            key, _, value = term.partition("=")
+            if labels.get(key) != value:
+                return False
+    return True
+
+
+@contextmanager
+def served(fake: FakeKubernetes, token: str, delay: Callable[[str], float] = lambda _: 0.0) -> Iterator[str]:
+    """The fake behind HTTP on loopback; yields its URL. `delay`: seconds before the answer to a method."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(None)
+
+        def do_POST(self) -> None:
+            self._answer(self._body())
+
+        do_PATCH = do_POST
+
+        def _body(self) -> Any:
+            return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+        def _answer(self, body: Any) -> None:
+            url = urlsplit(self.path)
+            with lock:
+                if self.headers["Authorization"] != f"Bearer {token}":
+                    code, value = status(401, "Unauthorized")
+                else:
+                    given = self.headers["Content-Type"] or ""
+                    code, value = fake.handle(self.command, url.path, url.query, given, body)
+            time.sleep(delay(self.command))
+            try:
+                self.send_response(code)
+                self.end_headers()
+                self.wfile.write(json.dumps(value).encode())
+            except OSError:  # the client has given up
+                pass
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

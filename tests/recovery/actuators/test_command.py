@@ -1,0 +1,122 @@
+"""A command of the user's own: what it is given, and what its end means."""
+
+import pytest
+
+from rolecall.core.config.actuators import CommandActuator
+from rolecall.core.config.watched import parse_watched
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.errors import ActuatorError, ConfigError
+from rolecall.recovery.actuators.calls import Call, CommandCall, Reply
+from rolecall.recovery.actuators.targets.choice import target_of
+from rolecall.recovery.actuators.targets.command import Command
+from rolecall.recovery.actuators.targets.target import Member, Order
+
+REPLACE = ["ssh", "{node}", "end {pid}", "{replica} {role} {index} {rank} {job} {{x}}", "{incident}: {because}"]
+
+
+def member(replica: str, rank: int = 0, node: str = "n-1", job: str = "77") -> Member:
+    return Member(replica=replica, rank=rank, node=node, pid=40 + rank, start_ticks=9, job=job)
+
+
+def order(*, leave_node: bool = False, begun: bool = False, members: bool = True) -> Order:
+    others = (member("rollout/2"), member("rollout/3", node="n-2"), member("rollout/4", job="78"))
+    return Order(
+        key="d:rollout/1",
+        incident_id="inc-1-x",
+        replica="rollout/1",
+        incarnation=2,
+        node="n-1",
+        because="it hangs; rm -rf {pid}",
+        members=(member("rollout/1"), member("rollout/1", 1)) if members else (),
+        others=others,
+        leave_node=leave_node,
+        begun=begun,
+    )
+
+
+def command(**config: object) -> Command:
+    return Command(CommandActuator.model_validate({"kind": "command", "replace": REPLACE, **config}))
+
+
+def first(target: Command, given: Order) -> Call:
+    return next(target.replace(given))
+
+
+def test_arguments_are_filled_and_stay_arguments() -> None:
+    call = first(command(), order())
+    assert isinstance(call, CommandCall)
+    assert call.argv[1:] == (
+        "n-1",
+        "end 40",
+        "rollout/1 rollout 1 0 77 {x}",
+        "inc-1-x: it hangs; rm -rf {pid}",
+    )
+    assert call.environment == {"ROLECALL_ACTION_KEY": "d:rollout/1"} and not call.repeatable
+
+
+def test_a_fault_that_stays_with_the_node_has_a_command_of_its_own() -> None:
+    assert command().supports == {ActionKind.REPLACE_REPLICA}
+    moving = command(move=["drain", "{node}"])
+    assert moving.supports == {ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE}
+    assert first(moving, order(leave_node=True)).shown == "drain n-1"
+    assert first(moving, order()).shown.startswith("ssh")
+
+
+def test_it_is_done_when_the_command_ends_with_0_and_failed_otherwise() -> None:
+    procedure = command().replace(order())
+    next(procedure)
+    with pytest.raises(StopIteration, match="ssh ended with 0"):
+        procedure.send(Reply(status=0))
+    for reply in (Reply(status=1, text="no such process"), Reply(status=-1, text="not done within 60 s")):
+        procedure = command().replace(order())
+        next(procedure)
+        with pytest.raises(ActuatorError, match=reply.text):
+            procedure.send(reply)
+
+
+def test_without_a_process_nothing_is_called() -> None:
+    with pytest.raises(ActuatorError, match="no process of rollout/1#2 is seen"):
+        first(command(), order(members=False))
+    with pytest.raises(StopIteration, match="rollout/1#2 has ended"):
+        first(command(), order(members=False, begun=True))
+
+
+@pytest.mark.parametrize(
+    ("also_ends", "expected"),
+    [("nothing", []), ("node", ["rollout/2", "rollout/4"]), ("job", ["rollout/2", "rollout/3"])],
+)
+def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
+    assert list(command(also_ends=also_ends).also_hit(order())) == expected
+
+
+@pytest.mark.parametrize(
+    ("actuator", "problem"),
+    [
+        ({"kind": "command", "replace": ["kill", "{process}"]}, r"\{process\} is not known here, only \{because\}"),
+        ({"kind": "command", "replace": ["kill", "{pid"]}, "actuator"),
+        ({"kind": "command", "replace": []}, "actuator"),
+        ({"kind": "command", "replace": [""]}, "expected a program"),
+        ({"kind": "command", "replace": ["x"], "move": []}, "expected a program"),
+        ({"kind": "nothing known", "replace": ["x"]}, "actuator"),
+    ],
+)
+def test_mistakes_are_named(actuator: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_watched({"actuator": actuator, "roles": ["rollout"]}, "watch.yaml")
+
+
+def test_a_mode_that_acts_needs_an_actuator() -> None:
+    with pytest.raises(ConfigError, match=r"recovery\.mode: act needs an actuator"):
+        parse_watched({"recovery": {"mode": "act"}})
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_watched({"num_steps": 3})
+    with pytest.raises(ConfigError, match="roles: name the roles whose replicas may be replaced"):
+        parse_watched({"actuator": {"kind": "command", "replace": ["true"]}})
+    with pytest.raises(ConfigError, match="roles: 'A B' is no role"):
+        parse_watched({"roles": ["A B"]})
+    assert parse_watched({}).recovery.mode == "observe"
+
+
+def test_the_configuration_names_its_target() -> None:
+    config = parse_watched({"actuator": {"kind": "command", "replace": ["true"]}, "roles": ["rollout"]}).actuator
+    assert config is not None and target_of(config).name == "command"

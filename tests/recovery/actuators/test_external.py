@@ -1,0 +1,242 @@
+"""Plans performed by calls: each call once, whoever dies in between, and never under a lease that is over."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.errors import ActuatorError, LeaseFenced
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.membership import Desired
+from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.external import ExternalActuator, calls_of, order_of
+from rolecall.recovery.actuators.targets.target import Member, Order
+from tests.support import eventually
+
+A, K = ActionKind, EventKind
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeCall(Call):
+    """Counted in `made`; answers with the call's own key."""
+
+    made: list[str]
+    status: int = 0
+
+    @property
+    def shown(self) -> str:
+        return f"do {self.key}"
+
+    def make(self) -> Reply:
+        self.made.append(self.key)
+        return Reply(status=self.status, text=f"did {self.key}")
+
+
+@dataclass
+class FakeTarget:
+    """Reads, drains, ends. `statuses`: of the calls; `also`: what else a replacement takes down."""
+
+    name: str = "fake"
+    supports: frozenset[ActionKind] = frozenset({A.REPLACE_REPLICA, A.REPLACE_NODE})
+    made: list[str] = field(default_factory=list)
+    repeatable: bool = False
+    statuses: dict[str, int] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+    orders: list[Order] = field(default_factory=list)
+    endless: bool = False
+
+    def also_hit(self, order: Order) -> Sequence[str]:
+        return self.also
+
+    def replace(self, order: Order) -> Procedure:
+        self.orders.append(order)
+        read = yield FakeCall(key="read", words="read it", changes=False, made=self.made)
+        assert read.text == "did read"
+        for key in ("drain", "end"):
+            reply = yield self._call(key)
+            if reply.status:
+                raise ActuatorError(f"{key}: {reply.shown}")
+        while self.endless:
+            yield FakeCall(key="wait", words="wait for it", changes=False, made=self.made)
+        return f"{order.replica} ended"
+
+    def _call(self, key: str) -> FakeCall:
+        status = self.statuses.get(key, 0)
+        return FakeCall(key=key, words=f"{key} it", repeatable=self.repeatable, made=self.made, status=status)
+
+
+class World:
+    def __init__(self, folder: Path) -> None:
+        self.clock, self.target = FakeClock(), FakeTarget()
+        self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
+        self.members = [(1, Member(replica="rollout/1", rank=n, node="n", pid=10 + n, start_ticks=5)) for n in (1, 0)]
+        self.members += [(2, Member(replica="rollout/2", rank=0, node="n", pid=20, start_ticks=6))]
+        self.actuators: list[ExternalActuator] = []
+        for replica, incarnation in (("rollout/1", 1), ("rollout/2", 2)):
+            record = Desired(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("n"))
+            self.journal.set_desired(record)
+        self.lease = self.take("me")
+        self.actuator = self.another()
+
+    def take(self, holder: str) -> Lease:
+        lease = self.journal.acquire("watch", holder, 5.0)
+        assert lease is not None
+        return lease
+
+    def another(self) -> ExternalActuator:
+        """That of a watch that has just started."""
+        made = ExternalActuator(self.target, self.journal, lambda: self.members, self.clock, deadline_seconds=DEADLINE)
+        self.actuators.append(made)
+        return made
+
+    def perform(self, plan: Plan, until: Callable[[], object] = lambda: False) -> ActionResult | None:
+        """Ticks until there is a result, or `until`."""
+        results: list[ActionResult | None] = []
+
+        def tick() -> bool:
+            results.append(self.actuator.perform(plan, self.lease))
+            return results[-1] is not None or bool(until())
+
+        eventually(tick, "it has a result")
+        return results[-1]
+
+    def calls(self) -> list[str]:
+        return [e.as_(CallStarted).call for e in self.journal.events(kinds=[K.CALL_STARTED])]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    it = World(tmp_path)
+    yield it
+    for actuator in it.actuators:
+        actuator.close()
+    it.journal.close()
+
+
+def plan(*who: tuple[str, int], action: ActionKind = A.REPLACE_REPLICA) -> Plan:
+    targets = tuple(PlanTarget(replica=ReplicaId(r), incarnation=i, node=NodeId("n")) for r, i in who)
+    return Plan(incident_id=IncidentId("inc-1-x"), action=action, targets=targets, because="it hangs")
+
+
+def test_each_change_is_an_event_before_it_is_made_and_one_with_its_reply(world: World) -> None:
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result == ActionResult(done=True, because="rollout/1 ended", facts={"calls": 3})
+    assert world.target.made == ["read", "drain", "end"] and world.calls() == ["do drain", "do end"]
+    replies = [e.as_(CallEnded) for e in world.journal.events(kinds=[K.CALL_ENDED])]
+    assert [(r.status, r.text) for r in replies] == [(0, "did drain"), (0, "did end")]
+    assert {e.incident_id for e in world.journal.events(kinds=[K.CALL_STARTED, K.CALL_ENDED])} == {"inc-1-x"}
+
+
+def test_the_order_has_the_processes_of_the_named_incarnation_only(world: World) -> None:
+    world.perform(plan(("rollout/1", 1), action=A.REPLACE_NODE))
+    (order,) = world.target.orders
+    assert [m.pid for m in order.members] == [10, 11] and [m.pid for m in order.others] == [20]
+    assert order.leave_node and (order.role, order.index, order.because) == ("rollout", 1, "it hangs")
+
+
+def test_several_replicas_are_replaced_one_after_the_other(world: World) -> None:
+    result = world.perform(plan(("rollout/1", 1), ("rollout/2", 2)))
+    assert result is not None and result.because == "rollout/1 ended; rollout/2 ended"
+    assert world.target.made == ["read", "drain", "end"] * 2
+
+
+def test_a_call_that_fails_is_the_result_and_nothing_follows(world: World) -> None:
+    world.target.statuses["drain"] = 5
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result == ActionResult(done=False, because="drain: status 5: did drain")
+    assert world.target.made == ["read", "drain"]
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+def test_another_incarnation_than_the_named_one_is_left_alone(world: World, incarnation: int) -> None:
+    record = Desired(replica=ReplicaId("rollout/1"), incarnation=incarnation + 1, node=NodeId("n"))
+    world.journal.set_desired(record)
+    result = world.perform(plan(("rollout/1", incarnation)))
+    assert result is not None and not result.done and "runs by now" in result.because
+    assert world.target.made == []
+
+
+def test_a_replica_that_is_not_of_the_job_is_refused(world: World) -> None:
+    result = world.perform(plan(("rollout/7", 1)))
+    assert result == ActionResult(done=False, because="rollout/7 is not part of this job")
+
+
+def test_an_action_that_the_target_does_not_have_is_refused(world: World) -> None:
+    with pytest.raises(ActuatorError, match="fake cannot stop job"):
+        world.actuator.perform(plan(action=A.STOP_JOB), world.lease)
+
+
+def test_calls_with_a_reply_are_not_made_again_by_a_successor(world: World) -> None:
+    one = plan(("rollout/1", 1))
+    world.perform(one, until=lambda: len(world.calls()) == 2)
+    eventually(lambda: world.target.made[-1:] == ["end"], "it is made, and the watch dies")
+    world.actuator, world.target.made[:] = world.another(), []
+    # The call that ends it has an event and no reply: it may have had its effect.
+    result = world.perform(one)
+    assert result is not None and not result.done and "it is not repeated: end it" in result.because
+    assert world.target.made == ["read"] and world.target.orders[-1].begun
+
+
+def test_a_call_that_does_no_harm_is_repeated_by_a_successor(world: World) -> None:
+    world.target.repeatable = True
+    one = plan(("rollout/1", 1))
+    world.perform(one, until=lambda: len(world.calls()) == 2)
+    eventually(lambda: world.target.made[-1:] == ["end"], "it is made, and the watch dies")
+    world.actuator, world.target.made[:] = world.another(), []
+    result = world.perform(one)
+    assert result is not None and result.done and world.target.made == ["read", "end"]
+    assert world.calls() == ["do drain", "do end"], "one event for each"
+
+
+def test_a_successor_finds_what_was_begun_done_when_the_replacement_runs(world: World) -> None:
+    one = plan(("rollout/1", 1))
+    world.perform(one, until=lambda: len(world.calls()) == 2)
+    eventually(lambda: world.target.made[-1:] == ["end"], "it is made, and the watch dies")
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("n")))
+    world.actuator, world.target.made[:] = world.another(), []
+    result = world.perform(one)
+    assert result == ActionResult(done=True, because="rollout/1#2 runs by now") and world.target.made == []
+
+
+def test_without_the_lease_no_call_is_made(world: World) -> None:
+    old = world.lease
+    world.clock.advance(10.0)
+    world.take("another")
+    with pytest.raises(LeaseFenced):
+        eventually(lambda: world.actuator.perform(plan(("rollout/1", 1)), old), "it is refused")
+    assert world.target.made == ["read"], "what changes nothing"
+
+
+def test_a_plan_ends_at_its_deadline(world: World) -> None:
+    world.target.endless = True
+    one = plan(("rollout/1", 1))
+    world.perform(one, until=lambda: "wait" in world.target.made)
+    world.clock.advance(DEADLINE + 1)
+    result = world.perform(one)
+    assert result == ActionResult(done=False, because="not done within 60 s; next would have been: wait for it")
+
+
+def test_a_procedure_that_does_not_end_is_given_up(world: World) -> None:
+    world.target.endless = True
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and not result.done and result.because.startswith("given up after 200 calls")
+
+
+def test_what_else_a_replacement_takes_down_is_told(world: World) -> None:
+    world.target.also = ("rollout/2", "rollout/1", "trainer/0")
+    assert world.actuator.also_hit(plan(("rollout/1", 1))) == ("rollout/2 ends too", "trainer/0 ends too")
+
+
+def test_a_dry_run_reads_and_changes_nothing(world: World) -> None:
+    one = plan(("rollout/1", 1))
+    calls, ends = calls_of(world.target, order_of(one, one.targets[0], world.members))
+    assert [c.shown for c in calls] == ["do drain", "do end"] and ends == "rollout/1 ended"
+    assert world.target.made == ["read"] and world.calls() == []

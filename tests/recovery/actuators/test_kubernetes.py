@@ -1,0 +1,603 @@
+"""Evictions through the API of Kubernetes: of the pods that hold the named incarnation, and of no others."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
+from rolecall.core.config.watched import parse_watched
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.membership import Desired
+from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.actuators.calls import NO_STATUS, Call, HttpCall, Reply
+from rolecall.recovery.actuators.external import ExternalActuator, calls_of
+from rolecall.recovery.actuators.targets.choice import target_of
+from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
+from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.target import Order
+from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
+from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, served
+from tests.support import PATIENCE_SECONDS, eventually
+
+ROLE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "watch-rbac.yaml"
+A = ActionKind
+
+
+def kubernetes(**config: object) -> Kubernetes:
+    return Kubernetes(KubernetesActuator.model_validate({"kind": "kubernetes", "namespace": NAMESPACE, **config}))
+
+
+def kuberay(**config: object) -> KubeRay:
+    return KubeRay(
+        KubeRayActuator.model_validate({"kind": "kuberay", "namespace": NAMESPACE, "cluster": "ray", **config})
+    )
+
+
+@pytest.fixture
+def fake() -> FakeKubernetes:
+    """Three rollouts, each a pod of a StatefulSet on a node of its own."""
+    it = FakeKubernetes()
+    for n in range(3):
+        it.pod(f"rollout-{n}", f"node-{n}", labels={"app": "rollout", "replica": str(n)})
+    return it
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+def in_pod(n: int = 1, **more: Any) -> Order:
+    """The agents run in the pods."""
+    others = tuple(member(f"rollout/{i}", f"rollout-{i}") for i in range(3) if i != n)
+    return order(member(f"rollout/{n}", f"rollout-{n}"), others=others, **more)
+
+
+def on_node(n: int = 1, **more: Any) -> Order:
+    """An agent runs on each node."""
+    return order(member(f"rollout/{n}", f"node-{n}"), **more)
+
+
+def test_the_pod_is_evicted_by_its_uid(fake: FakeKubernetes) -> None:
+    uid = fake.uid("rollout-1")
+    it = drive(kubernetes(pod="{node}").replace(in_pod()), fake.reply)
+    assert it.done == "evicted rollout-1" and fake.ended == [uid] and fake.cordoned == []
+    (call,) = [c for c in it.calls if c.changes]
+    assert isinstance(call, HttpCall) and call.repeatable
+    assert call.url == f"https://kubernetes.default.svc/api/v1/namespaces/{NAMESPACE}/pods/rollout-1/eviction"
+    assert call.body["deleteOptions"] == {"preconditions": {"uid": uid}}
+    assert call.token_path.endswith("/token") and call.ca_path.endswith("/ca.crt")
+
+
+@pytest.mark.parametrize("selector", ["app=rollout,replica={index}", "app={role}"])
+def test_the_pod_is_found_by_its_labels_and_node(fake: FakeKubernetes, selector: str) -> None:
+    uid = fake.uid("rollout-1")
+    assert drive(kubernetes(selector=selector).replace(on_node()), fake.reply).done == "evicted rollout-1"
+    assert fake.ended == [uid]
+
+
+def test_a_replica_of_several_pods_loses_all_of_them(fake: FakeKubernetes) -> None:
+    given = order(member("rollout/1", "rollout-1"), member("rollout/1", "rollout-2", rank=1))
+    uids = [fake.uid("rollout-1"), fake.uid("rollout-2")]
+    assert drive(kubernetes(pod="{node}").replace(given), fake.reply).done == "evicted rollout-1, rollout-2"
+    assert fake.ended == uids
+
+
+def test_the_node_that_must_be_left_is_cordoned_first_and_once(fake: FakeKubernetes) -> None:
+    target = kubernetes(pod="{node}")
+    it = drive(target.replace(in_pod(leave_node=True)), fake.reply)
+    assert it.done == "evicted rollout-1; node node-1 is cordoned" and fake.cordoned == ["node-1"]
+    assert "PATCH" in it.changing[0] and "eviction" in it.changing[1]
+    assert "inc-1-x" in fake.nodes["node-1"]["metadata"]["annotations"]["rolecall/cordoned-because"]
+    fake.pod("rollout-1", "node-1")
+    assert drive(target.replace(in_pod(leave_node=True)), fake.reply).done and fake.cordoned == ["node-1"]
+
+
+def test_without_permission_to_cordon_such_faults_are_not_supported() -> None:
+    assert kubernetes(pod="{node}").supports == {A.REPLACE_REPLICA, A.REPLACE_NODE}
+    assert kubernetes(pod="{node}", cordon=False).supports == kuberay(cordon=False).supports == {A.REPLACE_REPLICA}
+
+
+def test_a_pod_that_has_got_the_name_meanwhile_is_left_alone(fake: FakeKubernetes) -> None:
+    fake.replace_pod("rollout-1")
+    it = drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), fake.reply)
+    assert "does not hold rank 0 of rollout/1#2 on rollout-1: it started after it" in it.error
+    assert not it.changing and not fake.ended and not fake.cordoned
+
+
+def test_a_pod_that_is_replaced_between_reading_and_evicting_is_left_alone(fake: FakeKubernetes) -> None:
+    def answer(call: Call) -> Reply:
+        if call.key.startswith("evict") and not replaced:
+            replaced.append(1)
+            fake.replace_pod("rollout-1")
+        return fake.reply(call)
+
+    replaced: list[int] = []
+    assert drive(kubernetes(pod="{node}").replace(in_pod()), answer).done and not fake.ended
+
+
+def test_a_container_that_has_started_again_does_not_hold_the_process(fake: FakeKubernetes) -> None:
+    fake.pod("rollout-1", "node-1", started_at=NOW + 5)
+    assert "started after it" in drive(kubernetes(pod="{node}").replace(in_pod()), fake.reply).error
+    # The sidecar is older than the process, and says nothing about it.
+    fake.pod("rollout-1", "node-1", started_at=NOW + 1)  # clocks may differ
+    assert drive(kubernetes(pod="{node}").replace(in_pod()), fake.reply).done
+
+
+@pytest.mark.parametrize(
+    ("owner", "leave_node", "error"),
+    [("", False, "no controller"), ("DaemonSet", True, "start it on the same node"), ("DaemonSet", False, "")],
+)
+def test_a_pod_that_nothing_would_start_elsewhere_stays(
+    fake: FakeKubernetes, owner: str, leave_node: bool, error: str
+) -> None:
+    fake.pod("rollout-1", "node-1", owner=owner)
+    it = drive(kubernetes(pod="{node}").replace(in_pod(leave_node=leave_node)), fake.reply)
+    assert error in it.error and bool(it.changing) == (not error), it
+
+
+def test_two_pods_that_may_hold_the_process_both_stay(fake: FakeKubernetes) -> None:
+    fake.pod("rollout-9", "node-1", labels={"app": "rollout"})
+    it = drive(kubernetes(selector="app=rollout").replace(on_node()), fake.reply)
+    assert "cannot tell which pod holds" in it.error and "rollout-1, rollout-9" in it.error and not it.changing
+
+
+def test_processes_that_no_pod_holds_stay(fake: FakeKubernetes) -> None:
+    for target, given in (
+        (kubernetes(pod="rollout-{index}"), order(member("rollout/1", "elsewhere"))),
+        (kubernetes(selector="app=other"), on_node()),
+        (kubernetes(pod="{node}"), on_node()),
+        (kubernetes(pod="{node}"), order(member("rollout/1", "rollout-1", at=0.0))),
+        (kubernetes(pod="{node}"), order()),
+    ):
+        it = drive(target.replace(given), fake.reply)
+        assert it.error and not it.changing, it
+
+
+def test_after_a_takeover_an_ended_replica_is_done() -> None:
+    assert drive(kubernetes(pod="{node}").replace(order(begun=True)), FakeKubernetes().reply).done
+
+
+def test_a_disruption_budget_delays_an_eviction(fake: FakeKubernetes) -> None:
+    fake.budget = 3
+    it = drive(kubernetes(pod="{node}").replace(in_pod()), fake.reply)
+    assert it.done and len(it.changing) == 4
+    assert [c.after_seconds for c in it.calls if c.changes] == [0.0, 5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "tries"),
+    [
+        (Reply(status=403, text='{"message": "pods is forbidden"}'), 1),
+        (Reply(status=500, text="oops"), 4),
+        (Reply(status=409, text="conflict"), 4),
+        (Reply(status=410, text="Gone"), 1),
+        (Reply(status=NO_STATUS, text="no whole answer within 10 s"), 4),
+    ],
+)
+def test_a_refused_eviction_is_told_with_what_was_done_before(fake: FakeKubernetes, reply: Reply, tries: int) -> None:
+    def answer(call: Call) -> Reply:
+        return reply if call.key.startswith("evict") else fake.reply(call)
+
+    it = drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), answer)
+    assert it.error.startswith("pod rollout-1 was not evicted: ") and "; node node-1 is cordoned" in it.error
+    assert len([c for c in it.calls if c.key.startswith("evict")]) == tries
+    assert "pods is forbidden" in it.error or reply.text in it.error
+
+
+@pytest.mark.parametrize("code", [403, 404, 410])
+def test_what_cannot_be_read_is_not_changed(fake: FakeKubernetes, code: int) -> None:
+    for what in ("pod", "node"):
+        it = drive(
+            kubernetes(pod="{node}").replace(in_pod(leave_node=True)),
+            lambda call, what=what: Reply(status=code) if call.key.startswith(what) else fake.reply(call),
+        )
+        assert it.error and not it.changing, it
+
+
+def test_a_conflict_on_the_node_is_read_again(fake: FakeKubernetes) -> None:
+    def answer(call: Call) -> Reply:
+        if call.key == "cordon-0":
+            fake.nodes["node-1"]["metadata"]["resourceVersion"] = "other"
+        return fake.reply(call)
+
+    it = drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), answer)
+    assert it.done and fake.cordoned == ["node-1"] and len(it.changing) == 3
+
+
+def test_a_pod_that_is_known_by_the_cgroup_of_its_process_is_the_only_one(fake: FakeKubernetes) -> None:
+    fake.pod("rollout-9", "node-1", labels={"app": "rollout"})
+    uid = fake.uid("rollout-1")
+    given = order(member("rollout/1", "node-1", pod_uid=uid, at=0.0))
+    assert drive(kubernetes(selector="app=rollout").replace(given), fake.reply).done == "evicted rollout-1"
+    it = drive(kubernetes(selector="app=rollout").replace(given), fake.reply)
+    assert f"is in the pod with UID {uid}, and no pod" in it.error and fake.ended == [uid]
+
+
+def test_replicas_in_other_pods_of_the_node_go_on() -> None:
+    others = (
+        member("rollout/2", "n-1", pod_uid="other"),
+        member("rollout/3", "n-1", pod_uid="mine"),
+        member("rollout/4", "n-1"),
+    )
+    given = order(member("rollout/1", "n-1", pod_uid="mine"), others=others)
+    assert kubernetes(selector="app={role}").also_hit(given) == ["rollout/3", "rollout/4"]
+
+
+def test_which_other_replicas_end_too() -> None:
+    others = (member("rollout/2", "n-1"), member("reward/0", "n-1"), member("rollout/3", "n-2"))
+    given = order(member("rollout/1", "n-1"), others=others)
+    assert kubernetes(pod="{node}").also_hit(given) == ["reward/0", "rollout/2"]
+    assert kubernetes(selector="app={role}").also_hit(given) == ["rollout/2"]
+    assert kubernetes(selector="app={role},replica={index}").also_hit(given) == []
+    assert kuberay().also_hit(given) == ["reward/0", "rollout/2"]
+
+
+# --- KubeRay ------------------------------------------------------------------------------------------------------
+
+
+def group(name: str = "gpu", *, replicas: int = 3, hosts: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "groupName": name,
+        "replicas": replicas,
+        "numOfHosts": hosts,
+        "template": {"spec": {"containers": [{"env": [{"name": "SECRET", "value": "hunter2"}]}]}},
+        **more,
+    }
+
+
+def worker(
+    fake: FakeKubernetes, name: str, node: str, group_name: str = "gpu", kind: str = "worker", **more: str
+) -> None:
+    labels = {"ray.io/cluster": "ray", "ray.io/group": group_name, "ray.io/node-type": kind, **more}
+    fake.pod(name, node, owner="RayCluster", labels=labels)
+
+
+@pytest.fixture
+def ray() -> FakeKubernetes:
+    it = FakeKubernetes()
+    it.cluster("ray", group("cpu"), group("gpu"))
+    worker(it, "head", "node-9", "headgroup", "head")
+    for n in range(3):
+        worker(it, f"w-{n}", f"node-{n}")
+    return it
+
+
+def run_ray(fake: FakeKubernetes, given: Order | None = None, **config: Any) -> Driven:
+    return drive(kuberay(**config).replace(on_node() if given is None else given), fake.reply)
+
+
+def listed(fake: FakeKubernetes) -> list[Any]:
+    return [g.get("scaleStrategy") for g in fake.clusters["ray"]["spec"]["workerGroupSpecs"]]
+
+
+def test_kuberay_deletes_the_pod_and_makes_another_one(ray: FakeKubernetes) -> None:
+    uid = ray.uid("w-1")
+    it = run_ray(ray)
+    assert it.done == "RayCluster ray deleted w-1" and ray.ended == [uid]
+    assert listed(ray) == [None, {"workersToDelete": []}], "cleared"
+    assert [g["replicas"] for g in ray.clusters["ray"]["spec"]["workerGroupSpecs"]] == [3, 3]
+    assert len([p for p in ray.pods if p != "head"]) == 3
+    assert "hunter2" not in "".join(it.changing), "the journal holds no environments of pods"
+
+
+def test_kuberay_leaves_a_node_after_cordoning_it(ray: FakeKubernetes) -> None:
+    it = run_ray(ray, on_node(leave_node=True))
+    assert it.done == "RayCluster ray deleted w-1; node node-1 is cordoned" and ray.cordoned == ["node-1"]
+
+
+def test_a_replica_of_several_hosts_is_deleted_whole() -> None:
+    fake = FakeKubernetes()
+    fake.cluster("ray", group(hosts=2))
+    for n in range(4):
+        worker(fake, f"w-{n}", f"node-{n}", **{REPLICA_LABEL: f"gpu-{n // 2}"})
+    uids = [fake.uid("w-2"), fake.uid("w-3")]
+    assert run_ray(fake, on_node(2)).done == "RayCluster ray deleted w-2, w-3" and fake.ended == uids
+
+
+def test_a_replica_of_several_hosts_that_cannot_be_told_stays() -> None:
+    fake = FakeKubernetes()
+    fake.cluster("ray", group(hosts=2))
+    worker(fake, "w-1", "node-1")
+    assert "2 hosts in a replica" in run_ray(fake).error and not fake.ended
+    worker(fake, "w-1", "node-1", **{REPLICA_LABEL: "gpu-0"})
+    assert "2 hosts in a replica" in run_ray(fake).error and not fake.ended
+
+
+def test_hosts_with_processes_that_the_plan_does_not_name_stay() -> None:
+    fake = FakeKubernetes()
+    fake.cluster("ray", group(hosts=2))
+    for n in range(2):
+        worker(fake, f"w-{n}", f"node-{n}", **{REPLICA_LABEL: "gpu-0"})
+    given = order(member("rollout/1", "node-1"), others=(member("reward/0", "node-0"),))
+    assert "with it reward/0, which the plan does not name" in run_ray(fake, given).error and not fake.ended
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ({"enableInTreeAutoscaling": True}, "its autoscaler owns workersToDelete"),
+        ({"suspend": True}, "suspended"),
+    ],
+)
+def test_a_cluster_that_must_not_be_changed_is_not(ray: FakeKubernetes, spec: dict[str, Any], error: str) -> None:
+    ray.clusters["ray"]["spec"].update(spec)
+    it = run_ray(ray, on_node(leave_node=True))
+    assert error in it.error and not it.changing
+
+
+def test_the_head_and_pods_without_a_group_stay(ray: FakeKubernetes) -> None:
+    assert "the head of RayCluster ray" in run_ray(ray, on_node(9)).error
+    worker(ray, "w-1", "node-1", "unknown")
+    assert "no worker group unknown" in run_ray(ray).error and not ray.ended
+
+
+def test_what_others_want_deleted_is_not_overwritten(ray: FakeKubernetes) -> None:
+    strategy = {"workersToDelete": ["w-2"]}
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][1]["scaleStrategy"] = strategy
+    it = run_ray(ray)
+    assert "already to lose w-2" in it.error and not it.changing
+    strategy["workersToDelete"] = ["w-gone"]
+    assert run_ray(ray).done
+
+
+def test_a_cluster_that_changes_meanwhile_is_read_again(ray: FakeKubernetes) -> None:
+    def answer(call: Call) -> Reply:
+        if call.key == "delete-0":
+            ray.cluster("ray", group("gpu"), group("cpu"))
+        return ray.reply(call)
+
+    uid = ray.uid("w-1")
+    assert drive(kuberay().replace(on_node()), answer).done and ray.ended == [uid]
+    assert listed(ray) == [{"workersToDelete": []}, None]
+
+
+def test_pods_that_are_not_deleted_in_time_are_no_longer_asked_for(ray: FakeKubernetes) -> None:
+    ray.stuck = True
+    it = run_ray(ray, wait_seconds=20)
+    assert "has not deleted w-1 within 20 s" in it.error and listed(ray)[1] == {"workersToDelete": []}
+
+
+def test_a_field_that_cannot_be_cleared_is_told(ray: FakeKubernetes) -> None:
+    def answer(call: Call) -> Reply:
+        return Reply(status=403, text="forbidden") if call.key.startswith("clear-gpu") else ray.reply(call)
+
+    it = drive(kuberay().replace(on_node()), answer)
+    assert "empty scaleStrategy.workersToDelete of group gpu in RayCluster ray by hand" in it.error
+
+
+def test_after_a_takeover_the_field_is_cleared(ray: FakeKubernetes) -> None:
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][1]["scaleStrategy"] = {"workersToDelete": ["w-gone"]}
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][0]["scaleStrategy"] = {"workersToDelete": ["w-2"]}
+    it = run_ray(ray, order(begun=True))
+    assert it.done == "rollout/1#2 has ended" and len(it.changing) == 1
+    assert listed(ray) == [{"workersToDelete": ["w-2"]}, {"workersToDelete": []}], "that of others stays"
+
+
+def test_after_a_takeover_a_later_pod_on_the_node_shows_that_it_is_done(ray: FakeKubernetes) -> None:
+    uid = ray.uid("w-1")
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][1]["scaleStrategy"] = {"workersToDelete": ["w-1"]}
+    ray.replace_pod("w-1")
+    for given in (on_node(begun=True), order(member("rollout/1", "node-1", pod_uid=uid), begun=True)):
+        it = run_ray(ray, given)
+        assert it.done.startswith("rollout/1#2 has ended: ") and listed(ray)[1] == {"workersToDelete": []}
+    assert not ray.ended
+
+
+def test_after_a_takeover_a_deletion_that_goes_on_is_waited_for(ray: FakeKubernetes) -> None:
+    uid = ray.uid("w-1")
+    ray.stuck = True
+    run_ray(ray, wait_seconds=1)
+    ray.clusters["ray"]["spec"]["workerGroupSpecs"][1]["scaleStrategy"] = {"workersToDelete": ["w-0", "w-1"]}
+    del ray.pods["w-0"]
+
+    def answer(call: Call) -> Reply:
+        if call.key == "gone-2":
+            del ray.pods["w-1"]
+        return ray.reply(call)
+
+    it = drive(kuberay().replace(on_node(begun=True)), answer)
+    assert it.done == "RayCluster ray deleted w-1" and ray.ended == [uid] and not listed(ray)[1]["workersToDelete"]
+
+
+# --- both, over HTTP ----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_names_the_calls_and_changes_nothing(
+    fake: FakeKubernetes, ray: FakeKubernetes, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    with served(fake, "secret") as url:
+        calls, end = calls_of(kubernetes(pod="{node}", api=url, token_path=str(token)), in_pod(leave_node=True))
+    assert [c.shown.partition(" {")[0] for c in calls] == [
+        f"PATCH {url}/api/v1/nodes/node-1",
+        f"POST {url}/api/v1/namespaces/rl/pods/rollout-1/eviction",
+    ]
+    assert end == "evicted rollout-1; node node-1 is cordoned" and not fake.ended and not fake.cordoned
+    with served(ray, "secret") as url:
+        calls, end = calls_of(kuberay(api=url, token_path=str(token)), on_node())
+    at = "/spec/workerGroupSpecs/1/scaleStrategy"
+    operations = [c.body[-1] for c in calls if isinstance(c, HttpCall)]
+    assert operations == [
+        {"op": "add", "path": at, "value": {"workersToDelete": ["w-1"]}},
+        {"op": "replace", "path": f"{at}/workersToDelete", "value": []},
+    ]
+    assert end == "RayCluster ray deleted w-1" and not ray.ended and listed(ray) == [None, None]
+
+
+def make(call: Call) -> Reply:
+    assert call.after_seconds < 60
+    return call.make()
+
+
+def test_a_pod_is_evicted_over_http(fake: FakeKubernetes, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    uid = fake.uid("rollout-1")
+    with served(fake, "secret") as url:
+        target = kubernetes(pod="{node}", api=url, token_path=str(token))
+        assert drive(target.replace(in_pod()), make).done == "evicted rollout-1" and fake.ended == [uid]
+        token.write_text("expired")
+        assert "status 401: Unauthorized" in drive(target.replace(in_pod()), make).error
+
+
+def test_a_server_that_answers_too_late_may_have_evicted_and_is_asked_again(
+    fake: FakeKubernetes, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    uid, slow = fake.uid("rollout-1"), [1.0]
+    with served(fake, "secret", lambda method: slow.pop() if method == "POST" and slow else 0.0) as url:
+        target = kubernetes(pod="{node}", api=url, token_path=str(token), call_seconds=0.3)
+        it = drive(target.replace(in_pod()), make)
+    assert it.done and fake.ended == [uid], "the second eviction names the same UID"
+
+
+def test_without_a_server_nothing_is_done(tmp_path: Path) -> None:
+    it = drive(kubernetes(pod="{node}", api="http://127.0.0.1:9", token_path="").replace(in_pod()), make)
+    assert "connection refused" in it.error.lower() and not it.changing
+
+
+# --- in the journal -----------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """A journal with the lease of a watch, and plans for rollout/1 that are performed over HTTP."""
+
+    def __init__(self, folder: Path, target: Kubernetes) -> None:
+        self.clock, self.target = FakeClock(), target
+        self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
+        self.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("rollout-1")))
+        self.members = [(2, member("rollout/1", "rollout-1"))]
+
+    def perform(self) -> ActionResult:
+        """By a watch that has just started."""
+        aim = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("rollout-1"))
+        plan = Plan(incident_id=IncidentId("inc-1-x"), action=A.REPLACE_NODE, targets=(aim,), because="it hangs")
+        lease = self.journal.acquire("watch", "me", 60.0)
+        assert lease is not None
+        actuator = ExternalActuator(
+            self.target, self.journal, lambda: self.members, self.clock, deadline_seconds=PATIENCE_SECONDS
+        )
+        results: list[ActionResult | None] = []
+        try:
+            eventually(lambda: results.append(actuator.perform(plan, lease)) or results[-1], "it has a result")
+        finally:
+            actuator.close()
+        assert results[-1] is not None
+        return results[-1]
+
+    def calls(self) -> list[tuple[str, int]]:
+        """(method and path, status) of the changing calls; -2: no reply is recorded."""
+        started = self.journal.events(kinds=[EventKind.CALL_STARTED])
+        replies = {
+            (e.key or "").replace(":reply:", ":call:"): e.as_(CallEnded).status
+            for e in self.journal.events(kinds=[EventKind.CALL_ENDED])
+        }
+        return [(e.as_(CallStarted).words, replies.get(e.key or "", -2)) for e in started]
+
+
+@pytest.fixture
+def watch(fake: FakeKubernetes, tmp_path: Path) -> Iterator[Watch]:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    with served(fake, "secret") as url:
+        it = Watch(tmp_path, kubernetes(pod="{node}", api=url, token_path=str(token)))
+        yield it
+        it.journal.close()
+
+
+def test_the_journal_has_each_call_and_its_reply(fake: FakeKubernetes, watch: Watch) -> None:
+    uid = fake.uid("rollout-1")
+    result = watch.perform()
+    assert result.done and result.because == "evicted rollout-1; node node-1 is cordoned"
+    assert watch.calls() == [("cordon node node-1", 200), ("evict pod rollout-1", 201)] and fake.ended == [uid]
+
+
+def test_the_journal_has_what_was_refused(fake: FakeKubernetes, watch: Watch) -> None:
+    fake.forbidden = {"nodes"}
+    result = watch.perform()
+    assert not result.done and result.because == "read node node-1: status 403: forbidden" and not watch.calls()
+    fake.forbidden = {"pods/eviction"}
+    result = watch.perform()
+    assert not result.done and "pod rollout-1 was not evicted: status 403: forbidden; node node-1" in result.because
+    assert watch.calls() == [("cordon node node-1", 200), ("evict pod rollout-1", 403)] and not fake.ended
+
+
+def test_a_watch_that_takes_over_evicts_no_second_pod(fake: FakeKubernetes, watch: Watch) -> None:
+    """The first one died before it wrote how its action ended."""
+    uid = fake.uid("rollout-1")
+    assert watch.perform().done and fake.ended == [uid]
+    result = watch.perform()  # its processes are not known to have ended
+    assert result.done and "it started after it" in result.because and fake.ended == [uid]
+    watch.members = []
+    again = watch.perform()
+    assert again.done and again.because == "rollout/1#2 has ended" and fake.ended == [uid]
+
+
+# --- configuration and permissions --------------------------------------------------------------------------------
+
+
+def test_the_role_grants_exactly_the_verbs_that_are_used(fake: FakeKubernetes, ray: FakeKubernetes) -> None:
+    drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), fake.reply)
+    drive(kubernetes(selector="app=rollout").replace(on_node(leave_node=True)), fake.reply)
+    run_ray(ray, on_node(leave_node=True))
+    granted: dict[str, set[tuple[str, str, str]]] = {}
+    for manifest in yaml.safe_load_all(ROLE.read_text()):
+        for rule in manifest.get("rules", ()):
+            for verb in rule["verbs"]:
+                for api_group in rule["apiGroups"]:
+                    for resource in rule["resources"]:
+                        granted.setdefault(manifest["kind"], set()).add((verb, api_group, resource))
+    used = set(fake.asked) | set(ray.asked)
+    assert granted["ClusterRole"] == {one for one in used if one[2] == "nodes"}
+    assert granted["Role"] == {one for one in used if one[2] != "nodes"}
+
+
+def test_the_account_is_bound_to_its_roles() -> None:
+    manifests = {m["kind"]: m for m in yaml.safe_load_all(ROLE.read_text())}
+    account = manifests["ServiceAccount"]["metadata"]
+    for kind in ("ClusterRole", "Role"):
+        binding, role = manifests[f"{kind}Binding"], manifests[kind]
+        assert binding["roleRef"] == {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": kind,
+            "name": role["metadata"]["name"],
+        }
+        assert binding["subjects"] == [{"kind": "ServiceAccount", **account}]
+    assert manifests["Role"]["metadata"]["namespace"] == manifests["RoleBinding"]["metadata"]["namespace"]
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ({"kind": "kubernetes"}, "give either pod or selector"),
+        ({"kind": "kubernetes", "pod": "{node}", "selector": "a=b"}, "give either pod or selector"),
+        ({"kind": "kubernetes", "pod": "{pid}"}, r"\{pid\} is not known here, only \{index\}, \{job\}, \{node\}"),
+        ({"kind": "kubernetes", "pod": "x", "namespace": "a/b"}, "namespace"),
+        ({"kind": "kubernetes", "pod": "x", "api": "ftp://x"}, "api"),
+        ({"kind": "kuberay"}, "cluster"),
+        ({"kind": "kuberay", "cluster": "../pods"}, "cluster"),
+        ({"kind": "kuberay", "cluster": "ray", "wait_seconds": 200}, "at most half of deadline_seconds"),
+    ],
+)
+def test_mistakes_are_named(more: dict[str, object], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse_watched({"actuator": {"namespace": NAMESPACE, **more}}, "watch.yaml")
+
+
+def test_the_configuration_names_its_target() -> None:
+    for kind, more in (("kubernetes", {"pod": "{node}"}), ("kuberay", {"cluster": "ray"}), ("slurm", {})):
+        place = {} if kind == "slurm" else {"namespace": NAMESPACE}
+        config = parse_watched({"roles": ["rollout"], "actuator": {"kind": kind, **place, **more}}).actuator
+        assert config is not None and target_of(config).name == kind
+        json.dumps(config.model_dump(mode="json"))

@@ -1,0 +1,173 @@
+"""1,000 seeded cases for each target: whatever the system answers, and whatever changes meanwhile, nothing ends but what
+held the processes that the plan names, and no node is taken out of service but theirs.
+
+A case draws what was wrong before the plan (a later process under the same name, a wrong node, a foreign pod), what
+changes between calls, and which calls are refused, fail, or stay without an answer, with or without their effect.
+"""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator, SlurmActuator
+from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
+from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
+from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.slurm import Slurm
+from rolecall.recovery.actuators.targets.target import Order
+from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
+from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes
+from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
+
+CASES = 1000
+HTTP_FAULTS = (500, 503, 403, 409, 410, 404, 422, 429, 401, REFUSED, NO_STATUS, 200, 201)
+COMMAND_FAULTS = (1, 127, NO_STATUS, 0)
+TEXTS = ("", "oops", "{}", "[]", '{"message": "no"}', '{"metadata": {"name": "x"}}', "Invalid job id specified")
+
+
+def troubled(
+    rng: random.Random, answer: Callable[[Call], Reply], faults: tuple[int, ...], change: Callable[[Call], None]
+) -> Callable[[Call], Reply]:
+    """`answer` with faults, and `change` before some calls."""
+    share, changing = rng.choice((0.0, 0.0, 0.1, 0.4)), rng.random() < 0.4
+
+    def troubled_answer(call: Call) -> Reply:
+        if changing and rng.random() < 0.2:
+            change(call)
+        if rng.random() >= share:
+            return answer(call)
+        fault = Reply(status=rng.choice(faults), text=rng.choice(TEXTS))
+        if call.changes and fault.status in (200, 201):
+            return answer(call)  # what says that it was done has done it; of a read, any text may come
+        if not fault.known and rng.random() < 0.5:
+            answer(call)  # it had its effect
+        return fault
+
+    return troubled_answer
+
+
+def told(it: Driven) -> bool:
+    """How it ended; without an end it is the actuator's deadline."""
+    return bool(it.done) != bool(it.error) or len(it.calls) >= 50
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "kuberay"])
+def test_pods(kind: str) -> None:
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"{kind} {seed}")
+        fake, hosts = FakeKubernetes(), rng.choice((1, 1, 2))
+        if kind == "kuberay":
+            fake.cluster("ray", {"groupName": "g", "replicas": 4, "numOfHosts": hosts})
+        pods = [f"pod-{n}" for n in range(4)]
+        for n, name in enumerate(pods):
+            labels = {"app": "rollout", "ray.io/cluster": "ray", "ray.io/group": "g", "ray.io/node-type": "worker"}
+            if hosts > 1 and rng.random() < 0.9:
+                labels[REPLICA_LABEL] = f"g-{n // hosts}"
+            fake.pod(name, f"node-{n if rng.random() < 0.9 else 0}", labels=labels)
+        mine = rng.randrange(4)
+        whole = pods[mine // hosts * hosts :][:hosts] if kind == "kuberay" else [pods[mine]]
+        in_pod = rng.random() < 0.5
+        where = pods[mine] if in_pod else fake.pods[pods[mine]]["spec"]["nodeName"]
+        may_end = {fake.uid(name) for name in whole}
+        pod_uid = "" if in_pod or rng.random() < 0.5 else fake.uid(pods[mine])
+        may_cordon = {fake.pods[pods[mine]]["spec"]["nodeName"]}
+        wrong = rng.random()
+        if wrong < 0.2:  # a later pod, under the same name or, of another owner, on the same node
+            fake.pods[pods[mine]]["metadata"]["ownerReferences"][0]["kind"] = rng.choice(("StatefulSet", "Job"))
+            fake.replace_pod(pods[mine])
+            ends["stale"] += 1
+        elif wrong < 0.3:
+            where = rng.choice(("node-77", "pod-77"))
+        who = member("rollout/1", where, at=NOW if wrong < 0.95 else 0.0, pod_uid=pod_uid)
+        given = order(who, leave_node=rng.random() < 0.4)
+        place = {"namespace": NAMESPACE, "api": "http://127.0.0.1:9"}
+        target: Kubernetes | KubeRay
+        if kind == "kubernetes":
+            by = {"pod": "{node}"} if in_pod else {"selector": "app={role}"}
+            target = Kubernetes(KubernetesActuator.model_validate({"kind": kind, **place, **by}))
+        else:
+            target = KubeRay(KubeRayActuator.model_validate({"kind": kind, **place, "cluster": "ray"}))
+
+        others = {name for name in whole if name != pods[mine]}
+
+        def change(
+            call: Call,
+            fake: FakeKubernetes = fake,
+            rng: random.Random = rng,
+            others: set[str] = others,
+            may_end: set[str] = may_end,
+        ) -> None:
+            name = rng.choice(sorted(fake.pods))
+            again = fake.replace_pod(name)
+            if name in others:  # a host of the same replica, which ends as a whole
+                others.add(again)
+                may_end.add(fake.uid(again))
+
+        it = drive(target.replace(given), troubled(rng, fake.reply, HTTP_FAULTS, change))
+        assert set(fake.ended) <= may_end, (seed, it)
+        assert set(fake.cordoned) <= (may_cordon if given.leave_node else set()), (seed, it)
+        assert told(it), (seed, it)
+        for cluster in fake.clusters.values():
+            (group,) = cluster["spec"]["workerGroupSpecs"]
+            assert group["replicas"] == 4, (seed, it)
+            left = (group.get("scaleStrategy") or {}).get("workersToDelete")
+            assert not left or "by hand" in it.error or not it.done + it.error, (seed, it)
+        ends["replaced" if fake.ended else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+@pytest.mark.parametrize("unit", ["job", "step"])
+def test_jobs(unit: str) -> None:
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"{unit} {seed}")
+        array = rng.random() < 0.3
+        jobs = [
+            Job(20 + n, [f"n-{n}", *(["n-9"] if rng.random() < 0.2 else [])], array=(20, n) if array else None)
+            for n in range(4)
+        ]
+        fake = FakeSlurm(*jobs)
+        mine = rng.choice(jobs)
+        name = mine.called if unit == "job" else f"{mine.number}.0"
+        may_end = {(name, mine.start if unit == "job" else mine.steps[0])}
+        node, wrong = mine.nodes[0], rng.random()
+        if wrong < 0.2:
+            fake.start_again(mine)
+            ends["stale"] += 1
+        elif wrong < 0.3:
+            node = rng.choice([n for n in ("n-0", "n-1", "n-2", "n-3") if n not in mine.nodes])
+        elif wrong < 0.35:
+            mine.state = rng.choice(("PENDING", "COMPLETING", "FAILED"))
+            mine.steps.clear()
+        at = NOW if wrong < 0.95 else 0.0
+        given: Order = order(
+            member("rollout/1", node, job=f"{mine.number}.0", at=at), leave_node=unit == "job" and rng.random() < 0.4
+        )
+
+        def change(call: Call, fake: FakeSlurm = fake, rng: random.Random = rng) -> None:
+            # Slurm has no condition on what a number means: a job that starts again within the milliseconds between
+            # the last look and the call is ended.
+            if not call.changes or call.key == "drain":
+                fake.start_again(rng.choice(list(fake.jobs.values())))
+
+        target = Slurm(SlurmActuator.model_validate({"kind": "slurm", "unit": unit}))
+        it = drive(target.replace(given), troubled(rng, _forgiving(fake), COMMAND_FAULTS, change))
+        assert set(fake.ended) <= may_end and len(fake.ended) <= 1, (seed, it)
+        assert set(fake.drained) <= ({node} & set(mine.nodes) if given.leave_node else set()), (seed, it)
+        assert told(it), (seed, it)
+        ends["replaced" if fake.ended else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+def _forgiving(fake: FakeSlurm) -> Callable[[Call], Reply]:
+    """Slurm's answer for a step that has ended is an error, not an exception."""
+
+    def answer(call: Call) -> Reply:
+        try:
+            return fake.reply(call)
+        except KeyError:
+            return Reply(status=1, text="scancel: error: Kill job error on job step id: Invalid job id specified")
+
+    return answer

@@ -1,0 +1,231 @@
+"""Incarnations of a job that rolecall did not start, counted as its processes are seen."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.ids import NodeId, ProcessId, ReplicaId
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import ReplicaState
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
+from rolecall.detector.base.observation import Observation
+from rolecall.recovery.actuators.targets.target import Member
+from rolecall.watch.observed_fleet import FLAG, FRESH_SECONDS, SETTLE_SECONDS, ObservedFleet, kept_members
+
+S = ReplicaState
+
+
+def process(pid: int, node: str = "n-1", ticks: int | None = None) -> ProcessId:
+    return ProcessId(node=NodeId(node), pid=pid, start_ticks=pid if ticks is None else ticks)
+
+
+class Source:
+    def __init__(self) -> None:
+        self.next = Observation(wall_at=0.0)
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        del timeout_seconds
+        given, self.next = self.next, Observation(wall_at=0.0)
+        return given
+
+
+class Fleet:
+    def __init__(self, folder: Path) -> None:
+        self.clock = FakeClock()
+        self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
+        self.start()
+
+    def start(self) -> None:
+        """A watch that has just started."""
+        self.source = Source()
+        self.fleet = ObservedFleet(self.source, self.journal, self.clock, frozenset({"rollout"}))
+
+    def see(
+        self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
+    ) -> Observation:
+        """One poll: samples of these, then enough time for the next one to be written."""
+        now = self.clock.wall()
+        samples = tuple(
+            ProcessSample(
+                process=p,
+                role=r.partition("/")[0],
+                replica=r,
+                rank=rank,
+                incarnation=0,
+                at=now,
+                wall_at=now,
+                page_ok=True,
+                alive=not dead,
+            )
+            for r, rank, p in running
+        )
+        batch = SampleBatch(
+            node=NodeId("n-1"), agent_pid=1, cursor=1, lost=0, at=now, wall_at=now, processes=samples, hosts=()
+        )
+        self.source.next = Observation(wall_at=now, batches=(batch,), events=events)
+        seen = self.fleet.poll(0.0)
+        self.clock.advance(SETTLE_SECONDS)
+        return seen
+
+    def event(self, kind: AgentEventKind, who: ProcessId, replica: str, rank: int = 0, age: float = 0.0) -> AgentEvent:
+        at = self.clock.wall() - age
+        detail = {"job": "77"} if kind is AgentEventKind.REGISTERED else {}
+        return AgentEvent(
+            seq=1, kind=kind, node=who.node, at=at, wall_at=at, process=who, replica=replica, rank=rank, detail=detail
+        )
+
+    def state(self, replica: str) -> tuple[int, int, ReplicaState, int]:
+        """Desired and actual incarnation, actual state, PID."""
+        desired, actual = self.journal.desired()[ReplicaId(replica)], self.journal.current()[ReplicaId(replica)]
+        return desired.incarnation, actual.incarnation, actual.state, actual.pid
+
+
+@pytest.fixture
+def it(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    yield made
+    made.journal.close()
+
+
+A, B = "rollout/0", "rollout/1"
+
+
+def test_what_runs_is_incarnation_1_and_serves(it: Fleet) -> None:
+    for _ in range(2):
+        seen = it.see((A, 0, process(10)), (A, 1, process(11)), (B, 0, process(20)))
+    assert it.state(A) == (1, 1, S.SERVING, 10) and it.state(B) == (1, 1, S.SERVING, 20)
+    assert [s.incarnation for s in seen.batches[0].processes] == [1, 1, 1]
+    assert sorted((i, m.replica, m.rank, m.pid) for i, m in it.fleet.members()) == [
+        (1, A, 0, 10),
+        (1, A, 1, 11),
+        (1, B, 0, 20),
+    ]
+
+
+def test_a_new_process_of_a_rank_is_the_next_incarnation_and_serves_when_complete(it: Fleet) -> None:
+    for _ in range(2):
+        it.see((A, 0, process(10)), (A, 1, process(11)), (B, 0, process(20)))
+    for _ in range(2):
+        it.see((A, 1, process(31)), (B, 0, process(20)))
+    assert it.state(A) == (2, 2, S.READY, 31), "rank 0 is missing"
+    seen = it.see((A, 0, process(30)), (A, 1, process(31)), (B, 0, process(20)))
+    assert it.state(A)[1:3] == (2, S.SERVING) and it.state(B) == (1, 1, S.SERVING, 20)
+    assert [s.incarnation for s in seen.batches[0].processes] == [2, 2, 1]
+
+
+def test_one_that_has_ended_is_stopped_and_what_comes_after_is_the_next(it: Fleet) -> None:
+    for _ in range(2):
+        it.see((A, 0, process(10)), (A, 1, process(11)))
+    it.see((A, 1, process(11)), events=(it.event(AgentEventKind.EXITED, process(10), A),))
+    assert it.state(A)[1:3] == (1, S.STOPPED)
+    assert [m.pid for _, m in it.fleet.members()] == [11]
+    for _ in range(2):
+        it.see((A, 0, process(30)))
+    assert it.state(A)[1:3] == (2, S.READY)
+
+
+def test_a_dead_sample_ends_it_and_starts_nothing(it: Fleet) -> None:
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    for _ in range(2):
+        it.see((A, 0, process(10)), dead=True)
+    assert it.state(A) == (1, 1, S.STOPPED, 10)
+
+
+def test_events_carry_the_incarnation_of_their_process(it: Fleet) -> None:
+    it.see((A, 0, process(10)))
+    it.see((A, 0, process(30)))
+    seen = it.see((A, 0, process(30)), events=(it.event(AgentEventKind.EXITED, process(10), A),))
+    assert [e.incarnation for e in seen.events] == [1], "one that is over"
+    assert it.state(A)[1:3] == (2, S.SERVING)
+
+
+def test_a_registration_is_counted_before_the_first_sample_but_not_if_it_is_history(it: Fleet) -> None:
+    it.see((A, 0, process(10)))
+    old = it.event(AgentEventKind.REGISTERED, process(5, ticks=50), A, age=FRESH_SECONDS + 1)
+    seen = it.see((A, 0, process(10)), events=(old,))
+    assert [e.incarnation for e in seen.events] == [0] and it.state(A)[1] == 1
+    new = it.event(AgentEventKind.REGISTERED, process(30), A)
+    seen = it.see((A, 0, process(10)), events=(new,))
+    assert [e.incarnation for e in seen.events] == [2]
+    assert [(i, m.pid, m.job) for i, m in it.fleet.members()] == [(2, 30, "77")]
+
+
+def test_an_older_process_of_the_node_does_not_come_back(it: Fleet) -> None:
+    it.see((A, 0, process(30)))
+    it.see((A, 0, process(10)))
+    it.see((A, 0, process(30)))
+    assert it.state(A) == (1, 1, S.SERVING, 30)
+    it.see((A, 0, process(30)), dead=True)
+    it.see((A, 0, process(10)))
+    assert it.state(A)[1:3] == (1, S.STOPPED)
+
+
+def test_replicas_of_other_roles_are_passed_on_and_not_counted(it: Fleet) -> None:
+    for _ in range(2):
+        seen = it.see((A, 0, process(10)), ("trainer/0", 0, process(40)))
+    assert [s.incarnation for s in seen.batches[0].processes] == [1, 0]
+    assert set(it.journal.desired()) == {A} and [m.pid for _, m in it.fleet.members()] == [10]
+
+
+def test_one_that_gets_another_name_is_counted_there(it: Fleet) -> None:
+    it.see(("rollout/7", 0, process(10)))
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    assert it.state(A) == (1, 1, S.SERVING, 10) and set(it.journal.desired()) == {A}
+
+
+def test_a_watch_that_takes_over_goes_on_counting(it: Fleet) -> None:
+    for pid in (10, 30):
+        it.see((A, 0, process(pid)))
+    it.start()
+    history = (
+        it.event(AgentEventKind.REGISTERED, process(10), A, age=1.0),
+        it.event(AgentEventKind.EXITED, process(10), A),
+    )
+    it.see((A, 0, process(30)), events=history)
+    it.see((A, 0, process(30)))
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+    it.see((A, 0, process(50)))
+    it.see((A, 0, process(50)))
+    assert it.state(A) == (3, 3, S.SERVING, 50)
+
+
+def test_what_a_process_told_when_it_registered_is_known_and_kept(it: Fleet) -> None:
+    registered = it.event(AgentEventKind.REGISTERED, process(10), A, age=FRESH_SECONDS + 1.0)
+    details = {"job": "77", "rendezvous": "77.0", "pod_uid": "u", "slurm_step": "77.0"}
+    again = replace(registered, wall_at=registered.wall_at + 9.0, detail=details)
+    it.see((A, 0, process(10)), events=(registered, again))
+    expected = Member(
+        replica=A,
+        rank=0,
+        node="n-1",
+        pid=10,
+        start_ticks=10,
+        job="77",
+        rendezvous="77.0",
+        registered_at=registered.wall_at,
+        pod_uid="u",
+        slurm_step="77.0",
+    )
+    assert it.fleet.members() == [(1, expected)]
+    it.start()
+    assert it.fleet.members() == kept_members(it.journal) == [(1, expected)]
+
+
+def test_what_cannot_be_read_is_counted_anew(it: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    it.see((A, 0, process(10)))
+    it.journal.set_flag(FLAG, '{"rollout/0": 3}')
+    it.start()
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    assert "counted anew" in caplog.text and it.state(A)[1] == 1
+
+
+def test_a_name_that_is_no_replica_is_passed_on(it: Fleet) -> None:
+    seen = it.see(("somebody", 0, process(10)))
+    assert [s.replica for s in seen.batches[0].processes] == ["somebody"] and it.fleet.members() == []
+    assert replace(seen.batches[0].processes[0]).incarnation == 0

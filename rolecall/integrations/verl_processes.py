@@ -271,7 +271,8 @@ def _number_of_actor() -> int:
 
 def _wrap_servers(module: ModuleType) -> None:
     """Every class of the module that generates and knows its replica: names differ between versions."""
-    for server in [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]:
+    classes: list[Any] = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    for server in classes:
         original = vars(server).get("generate")
         if inspect.iscoroutinefunction(original):
             server.generate = _served(original)

@@ -10,6 +10,7 @@ deadline has passed on the wall clock and a part of it (`Deadline.effective_shar
 not advance while its neighbours starve it of CPU.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,23 +145,30 @@ def _waits_in_its_replica(stall: Stall, found: list[Stall]) -> bool:
     )
 
 
-def depends(stall: Stall, all_stalls: list[Stall]) -> bool:
-    """Whether its phase may be a wait for other processes. So may generation where several ranks of a replica generate
-    together and do not report their exchanges: the ranks of a trainer that samples by itself."""
-    subject, sample = stall.subject, stall.subject.sample
-    if subject.phase != Phase.GENERATE or sample is None or sample.exchanges:
-        return subject.phase in DEPENDENT_PHASES
-    return any(
-        other.subject.phase == Phase.GENERATE
-        and other.subject.key != subject.key
-        and (other.subject.replica, other.subject.incarnation) == (subject.replica, subject.incarnation)
-        for other in all_stalls
-    )
+def dependents(all_stalls: list[Stall]) -> set[int]:
+    """Places in `all_stalls` of those whose phase may be a wait for other processes. So may generation where several
+    ranks of a replica generate together and do not report their exchanges: the ranks of a trainer that samples by
+    itself."""
+    generating = Counter((s.subject.replica, s.subject.incarnation) for s in all_stalls if _generates_silently(s))
+    return {
+        n
+        for n, s in enumerate(all_stalls)
+        if s.subject.phase in DEPENDENT_PHASES
+        or (_generates_silently(s) and generating[s.subject.replica, s.subject.incarnation] > 1)
+    }
+
+
+def _generates_silently(stall: Stall) -> bool:
+    sample = stall.subject.sample
+    return stall.subject.phase == Phase.GENERATE and sample is not None and not sample.exchanges
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:
     """Independent stalls: without heartbeat, or in a phase that does not depend on other processes."""
-    return [s for s in all_stalls if s.beats_stopped or not (s.subject.phase == Phase.REDUCE or depends(s, all_stalls))]
+    waits = dependents(all_stalls)
+    return [
+        s for n, s in enumerate(all_stalls) if s.beats_stopped or not (s.subject.phase == Phase.REDUCE or n in waits)
+    ]
 
 
 def emerging(standing_still: list[Stall]) -> bool:

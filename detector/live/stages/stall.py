@@ -28,7 +28,7 @@ from rolecall.detector.live.stages.stage import (
     Stage,
     Stall,
     Tick,
-    depends,
+    dependents,
     emerging,
     own,
 )
@@ -68,11 +68,12 @@ class DependentStallStage(Stage):
         if emerging(own(tick.stalls)) or tick.now - tick.fleet.changed_wall < QUIET_SECONDS:
             return []
         groups: dict[tuple[str, str], list[Stall]] = {}
-        for s in tick.stalls:
+        waits = dependents(tick.stalls)
+        for n, s in enumerate(tick.stalls):
             # Ranks that wait in a step for one of them stall within a moment of each other.
             is_shared = s.subject.phase in SHARED_PHASES
             together = is_shared and s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds
-            if (s.ripe or together) and not s.beats_stopped and depends(s, tick.stalls):
+            if (s.ripe or together) and not s.beats_stopped and n in waits:
                 groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
         groups = {key: group for key, group in groups.items() if any(s.ripe for s in group)}
         # A single stalled process of a role and phase is hung; several wait for an unknown cause.

@@ -63,9 +63,16 @@ def test_every_rank_is_ended_on_its_node_by_pid_and_start_time() -> None:
 
 
 def test_one_that_does_not_end_is_the_end() -> None:
-    calls, ends = drive(processes(), order(), Reply(status=2, text="did not end"))
+    calls, ends = drive(processes(), order(num_members=1), Reply(status=2, text="did not end"))
     assert calls == ["rolecall node end 40 --start-ticks 9"]
     assert ends == "refused: pid 40 on n-0: status 2: did not end"
+
+
+def test_a_pid_of_another_node_is_not_looked_for_here() -> None:
+    assert drive(processes(), order()) == (
+        [],
+        "refused: the job runs on n-0, n-1: actuator.run_on_node must say how to reach a node",
+    )
 
 
 def test_only_what_is_seen_is_ended() -> None:

@@ -44,6 +44,7 @@ from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs, slurm_versio
 from rolecall.testing.watched_job import STEPS, WatchedJob
 
 LINES = common.RESULTS / "replace.jsonl"
+TARGETS = ("processes", "ray", "slurm", "torchft")
 REPLICAS = tuple(f"rollout/{n}" for n in range(4))
 START_SECONDS, CASE_SECONDS = 120.0, 180.0
 REST_SECONDS = 5.0
@@ -255,9 +256,15 @@ def version_of(target: str) -> str:
         return "torchft of unknown version"
 
 
+def known_target(text: str) -> str:
+    if text not in TARGETS:
+        raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(TARGETS)}")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("targets", nargs="*", choices=("processes", "ray", "slurm", "torchft"))
+    parser.add_argument("targets", nargs="*", type=known_target, help=f"{', '.join(TARGETS)}; none: the report again")
     parser.add_argument("--cases", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -28,7 +28,9 @@ class Processes:
             raise ActuatorError(f"no process of {named} is seen: nothing to end")
         nodes = sorted({m.node for m in (*order.members, *order.others)})
         if len(nodes) > 1 and not config.run_on_node:
-            raise ActuatorError(f"the job runs on {', '.join(nodes)}: actuator.run_on_node must say how to reach a node")
+            raise ActuatorError(
+                f"the job runs on {', '.join(nodes)}: actuator.run_on_node must say how to reach a node"
+            )
         for member in order.members:
             prefix = tuple(text.format(node=member.node) for text in config.run_on_node)
             reply = yield CommandCall(

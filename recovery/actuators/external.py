@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
-from rolecall.core.errors import ActuatorError
+from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import CallEnded, CallStarted
@@ -31,7 +31,8 @@ CALLS_MAX = 200
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A plan that is being performed. `done`: what each finished procedure did."""
+    """A plan that is being performed. `done`: what each finished procedure did. `call`: asked for and not answered;
+    `reply`: to the one before, not given yet."""
 
     orders: list[Order]
     ends_at: float  # monotonic seconds
@@ -39,6 +40,7 @@ class _UnderWay:
     procedure: Procedure | None = None
     call: Call | None = None
     pending: Future[Reply] | None = None
+    reply: Reply | None = None
     num_calls: int = 0
 
 
@@ -93,6 +95,11 @@ class ExternalActuator:
         except ActuatorError as e:
             del self._under_way[plan.digest]
             return ActionResult(done=False, because=str(e))
+        except (JournalError, LeaseFenced):
+            raise  # nothing is lost
+        except Exception:
+            del self._under_way[plan.digest]  # a defect of the target: its procedure cannot go on
+            raise
         if not finished:
             return None
         del self._under_way[plan.digest]
@@ -115,37 +122,37 @@ class ExternalActuator:
         return any((e.key or "").startswith(f"{plan.incident_id}:call:{plan.digest}:") for e in events)
 
     def _go_on(self, plan: Plan, state: _UnderWay, lease: Lease) -> bool:
-        """Makes what can be made without waiting. Returns whether all is done. Raises ActuatorError: it failed."""
+        """Makes what can be made without waiting. Returns whether all is done. Raises ActuatorError: it failed;
+        JournalError, LeaseFenced: an event could not be written, and the same call is due again."""
         while True:
-            if state.pending is not None:
-                if not state.pending.done():
-                    return False
-                reply = state.pending.result()
-                assert state.call is not None
-                if state.call.changes:
-                    self._write_reply(plan, state, state.call, reply, lease)
-                state.pending = None
-            else:
-                reply = None
-            call = self._next_call(state, reply)
-            if call is None:
-                return True
-            if self._clock.monotonic() > state.ends_at:
-                words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
-                raise ActuatorError(words)
-            if state.num_calls >= CALLS_MAX:
-                raise ActuatorError(f"given up after {CALLS_MAX} calls; next would have been: {call.words}")
-            state.call = call
-            state.num_calls += 1
-            known = self._recorded(plan, state, call, lease) if call.changes else None
-            if known is not None:
-                state.pending = Future()
-                state.pending.set_result(known)
-                continue
-            state.pending = self._pool.submit(_made, call)
+            if state.call is None:
+                call = self._next_call(state)
+                if call is None:
+                    return True
+                if self._clock.monotonic() > state.ends_at:
+                    words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
+                    raise ActuatorError(words)
+                if state.num_calls >= CALLS_MAX:
+                    raise ActuatorError(f"given up after {CALLS_MAX} calls; next would have been: {call.words}")
+                state.call = call
+                state.num_calls += 1
+            call = state.call
+            if state.pending is None:
+                known = self._recorded(plan, state, call, lease) if call.changes else None
+                if known is not None:
+                    state.reply, state.call = known, None
+                    continue
+                state.pending = self._pool.submit(_made, call)
+            if not state.pending.done():
+                return False
+            reply = state.pending.result()
+            if call.changes:
+                self._write_reply(plan, state, call, reply, lease)
+            state.reply, state.call, state.pending = reply, None, None
 
-    def _next_call(self, state: _UnderWay, reply: Reply | None) -> Call | None:
+    def _next_call(self, state: _UnderWay) -> Call | None:
         """The next call of the orders; None: all are done."""
+        reply, state.reply = state.reply, None
         while True:
             if state.procedure is None:
                 if len(state.done) == len(state.orders):

@@ -1,6 +1,7 @@
 """Plans performed by calls: each call once, whoever dies in between, and never under a lease that is over."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
-from rolecall.core.errors import ActuatorError, LeaseFenced
+from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
@@ -213,6 +214,43 @@ def test_without_the_lease_no_call_is_made(world: World) -> None:
     with pytest.raises(LeaseFenced):
         eventually(lambda: world.actuator.perform(plan(("rollout/1", 1)), old), "it is refused")
     assert world.target.made == ["read"], "what changes nothing"
+
+
+def test_an_event_that_cannot_be_written_delays_and_loses_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal is busy before the call, and again when its reply is there."""
+    append, failures = Journal.append, iter([True, False, True, True, False, False, True, False])
+
+    def unsteady(journal: Journal, *args: object, **kwargs: object) -> object:
+        if next(failures, False):
+            raise JournalError("busy")
+        return append(journal, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Journal, "append", unsteady)
+    results: list[ActionResult | None] = []
+
+    def tick() -> bool:
+        with suppress(JournalError):
+            results.append(world.actuator.perform(plan(("rollout/1", 1)), world.lease))
+        return bool(results) and results[-1] is not None
+
+    eventually(tick, "it is done")
+    assert results[-1] is not None and results[-1].done
+    assert world.target.made == ["read", "drain", "end"] and world.calls() == ["do drain", "do end"]
+    assert next(failures, None) is None, "every failure was met"
+
+
+def test_a_defect_of_a_target_is_no_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(order: Order) -> Procedure:
+        yield FakeCall(key="read", words="read it", changes=False, made=world.target.made)
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(world.target, "replace", broken)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            world.perform(plan(("rollout/1", 1)))
+    assert world.target.made == ["read"] * 2
 
 
 def test_a_plan_ends_at_its_deadline(world: World) -> None:

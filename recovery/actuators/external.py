@@ -88,6 +88,12 @@ class ExternalActuator:
                 return outdated
             begun = self._has_begun(plan)
             orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
+            beyond = {r for order in orders for r in self._target.also_hit(order)} - {*self._journal.desired()}
+            if beyond:
+                because = (
+                    f"it would end {', '.join(sorted(beyond))}, too, whose role is not in `roles` of the watch file"
+                )
+                return ActionResult(done=False, because=because)
             state = _UnderWay(orders=orders, ends_at=self._clock.monotonic() + self._deadline_seconds, done=[])
             self._under_way[plan.digest] = state
         try:

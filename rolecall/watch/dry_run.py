@@ -27,7 +27,8 @@ def planned_calls(run: RunDir, replica: str) -> str:
         raise CommandRefused(f"{run.run_id} has no actuator: rolecall watch agents ... --config FILE names one")
     target = target_of(watched.actuator)
     with closing(Journal(run.database_url, create=False)) as journal:
-        desired = journal.desired().get(ReplicaId(replica))
+        counted_replicas = journal.desired()
+        desired = counted_replicas.get(ReplicaId(replica))
         known = kept_members(journal)
     if desired is None:
         raise CommandRefused(f"{run.run_id}: {replica} was not seen")
@@ -46,4 +47,6 @@ def planned_calls(run: RunDir, replica: str) -> str:
     also = target.also_hit(order)
     lines.append(f"it would end with: {ends}" if calls else ends)
     lines.append(f"also ends: {', '.join(also)}" if also else "nothing else ends")
+    if beyond := sorted({*also} - {*counted_replicas}):
+        lines.append(f"refused in the end: the role of {', '.join(beyond)} is not in `roles` of the watch file")
     return "\n".join(lines)

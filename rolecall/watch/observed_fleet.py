@@ -12,14 +12,14 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import InvalidId, JournalError
 from rolecall.core.ids import NodeId, ProcessId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, job_names
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, job_names
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.actuators.targets.target import Member
 from rolecall.recovery.interfaces import ObservationSource
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 FLAG = "observed_incarnations"
 SETTLE_SECONDS = 3.0
 """A process that registers gets the name that it asks for: what it was called before is not written down."""
+UNCOUNTED_MAX = 65_536
+"""Processes of other roles that are remembered."""
+REGISTERED_MAX = 4 * UNCOUNTED_MAX
+"""Registrations that are kept; beyond it only of processes that were seen to run."""
 FRESH_SECONDS = 30.0
 """A registration that is older is repeated history."""
 SEEN = "as its processes were seen"
@@ -69,20 +73,26 @@ class _Counted:
 
 class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
-    replicas are counted; the others are passed on as they are, and recovery knows no such replica."""
+    replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
+    remembered all the same: an action on another replica must not end them."""
 
     def __init__(self, source: ObservationSource, journal: Journal, clock: Clock, roles: frozenset[str]) -> None:
         self._source, self._journal, self._clock, self._roles = source, journal, clock, roles
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
+        self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
         self._registered: dict[ProcessId, _Registered] = {}
         self._written: dict[str, tuple[int, ReplicaState]] = {}
         self._kept = ""
         self._read()
 
     def members(self) -> list[tuple[int, Member]]:
-        """(incarnation, process) of all that run."""
-        return [
+        """(incarnation, process) of all that run; of roles that are not counted, incarnation 0."""
+        others = [
+            (UNCOUNTED, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
+            for process, (replica, rank) in self._uncounted.items()
+        ]
+        return others + [
             (counted.incarnation, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
             for replica, counted in self._replicas.items()
             for rank, process in counted.ranks.items()
@@ -107,8 +117,11 @@ class ObservedFleet:
     def _take_event(self, event: AgentEvent, now: float) -> None:
         if event.process is None:
             return
-        if event.kind is AgentEventKind.REGISTERED and event.replica.partition("/")[0] in self._roles:
+        if event.kind is AgentEventKind.REGISTERED:
             known = self._registered.get(event.process)
+            if len(self._registered) >= REGISTERED_MAX:
+                here = self._of.keys() | self._uncounted.keys()
+                self._registered = {p: told for p, told in self._registered.items() if p in here}
             self._registered[event.process] = _Registered(
                 job=next(iter(job_names(event)), ""),
                 rendezvous=event.detail.get("rendezvous", ""),
@@ -135,9 +148,12 @@ class ObservedFleet:
             self._rename(process, before[0])
         try:
             if split_replica(replica)[0] not in self._roles:
+                if len(self._uncounted) < UNCOUNTED_MAX:
+                    self._uncounted[process] = replica, rank
                 return
         except InvalidId:
             return
+        self._uncounted.pop(process, None)
         counted = self._replicas.get(replica)
         if counted is None:
             counted = self._replicas[replica] = _Counted(incarnation=1, since=self._clock.monotonic())
@@ -170,6 +186,8 @@ class ObservedFleet:
             del self._replicas[was]
 
     def _end(self, process: ProcessId) -> None:
+        if self._uncounted.pop(process, None) is not None:
+            self._registered.pop(process, None)
         replica, incarnation = self._of.get(process, ("", 0))
         counted = self._replicas.get(replica)
         if counted is not None and counted.incarnation == incarnation:
@@ -209,23 +227,24 @@ class ObservedFleet:
         )
 
     def _to_json(self) -> str:
-        kept = {
-            replica: [
-                c.incarnation,
-                c.expected,
-                [
-                    [rank, p.node, p.pid, p.start_ticks, *self._registered.get(p, _UNKNOWN), p not in c.ended]
-                    for rank, p in c.ranks.items()
-                ],
-            ]
-            for replica, c in sorted(self._replicas.items())
-        }
+        kept: dict[str, list[Any]] = {}
+        for replica, c in sorted(self._replicas.items()):
+            ranks = [self._row(rank, p, p not in c.ended) for rank, p in c.ranks.items()]
+            kept[replica] = [c.incarnation, c.expected, ranks]
+        for process, (replica, rank) in self._uncounted.items():
+            kept.setdefault(replica, [UNCOUNTED, 0, []])[2].append(self._row(rank, process, True))
         return json.dumps(kept, separators=(",", ":"))
+
+    def _row(self, rank: int, process: ProcessId, lives: bool) -> list[Any]:
+        registered = self._registered.get(process, _UNKNOWN)
+        return [rank, process.node, process.pid, process.start_ticks, *registered, lives]
 
     def _read(self) -> None:
         """What an earlier watch counted: its processes keep their numbers."""
         try:
             for replica, incarnation, expected, rank, process, registered, lives in _kept(self._journal):
+                if incarnation == UNCOUNTED:
+                    continue  # those that still run are seen again
                 counted = self._replicas.setdefault(
                     replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
                 )

@@ -168,7 +168,15 @@ def test_replicas_of_other_roles_are_passed_on_and_not_counted(it: Fleet) -> Non
     for _ in range(2):
         seen = it.see((A, 0, process(10)), ("trainer/0", 0, process(40)))
     assert [s.incarnation for s in seen.batches[0].processes] == [1, 0]
-    assert set(it.journal.desired()) == {A} and [m.pid for _, m in it.fleet.members()] == [10]
+    assert set(it.journal.desired()) == {A}
+    not_to_be_hit = [(0, "trainer/0", 40), (1, A, 10)]
+    assert [(n, m.replica, m.pid) for n, m in it.fleet.members()] == not_to_be_hit
+    assert sorted((n, m.replica, m.pid) for n, m in kept_members(it.journal)) == not_to_be_hit, "for a dry run"
+    it.start()
+    assert [m.pid for _, m in it.fleet.members()] == [10], "the other may be gone by now"
+    it.see((A, 0, process(10)), ("trainer/0", 0, process(40)))
+    it.see(("trainer/0", 0, process(40)), dead=True)
+    assert [m.pid for _, m in it.fleet.members()] == [10]
 
 
 def test_one_that_gets_another_name_is_counted_there(it: Fleet) -> None:

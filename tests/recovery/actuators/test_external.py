@@ -268,6 +268,13 @@ def test_a_procedure_that_does_not_end_is_given_up(world: World) -> None:
     assert result is not None and not result.done and result.because.startswith("given up after 200 calls")
 
 
+def test_a_replica_whose_role_may_not_be_replaced_is_not_taken_down_with_another(world: World) -> None:
+    world.target.also = ("rollout/2", "trainer/0")
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and not result.done and world.target.made == []
+    assert result.because.startswith("it would end trainer/0, too, whose role is not in `roles`")
+
+
 def test_what_else_a_replacement_takes_down_is_told(world: World) -> None:
     world.target.also = ("rollout/2", "rollout/1", "trainer/0")
     assert world.actuator.also_hit(plan(("rollout/1", 1))) == ("rollout/2 ends too", "trainer/0 ends too")

@@ -76,16 +76,46 @@ class DependentStallStage(Stage):
             if (s.ripe or together) and not s.beats_stopped and n in waits:
                 groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
         groups = {key: group for key, group in groups.items() if any(s.ripe for s in group)}
-        # A single stalled process of a role and phase is hung; several wait for an unknown cause.
-        return [
-            _hang(tick.fleet, group[0], tick.now) if len(group) == 1 else _waiting_for_unknown(*key, group, tick.now)
-            for key, group in groups.items()
-        ]
+        return [_judge_dependent(tick.fleet, *key, group, tick.now) for key, group in groups.items()]
 
 
-def _waiting_for_unknown(role: str, phase: str, group: list[Stall], now: float) -> Finding:
+def _judge_dependent(fleet: MonitoredProcesses, role: str, phase: str, group: list[Stall], now: float) -> Finding:
+    """A single stalled process of a role and phase is hung, unless another rank of its replica has not begun the step;
+    several wait for an unknown cause."""
+    awaited = _not_begun(fleet, role, group)
+    if len(group) == 1 and not awaited:
+        return _hang(fleet, group[0], now)
+    return _waiting_for_unknown(role, phase, group, awaited, now)
+
+
+def _not_begun(fleet: MonitoredProcesses, role: str, group: list[Stall]) -> list[MonitoredProcess]:
+    """Other ranks of these replicas that have not begun the step in which these stand. Between two steps no progress is
+    due: they may evaluate, write a checkpoint, or hang."""
+    steps = {
+        (s.subject.replica, s.subject.incarnation): s.subject.sample.progress
+        for s in group
+        if s.subject.phase == Phase.STEP and s.subject.sample is not None
+    }
+    standing = {s.subject.key for s in group}
+    return [
+        p
+        for p in fleet.roster.of_role(role).values()
+        if p.key not in standing and p.phase == Phase.WAIT and not p.gone and p.sample is not None
+        if p.sample.progress <= steps.get((p.replica, p.incarnation), -1)
+    ]
+
+
+def _waiting_for_unknown(
+    role: str, phase: str, group: list[Stall], awaited: list[MonitoredProcess], now: float
+) -> Finding:
     members = [s.subject for s in group]
+    cause = "no fault of another process explains it"
+    if awaited:
+        has = "has" if len(awaited) == 1 else "have"
+        named = names(awaited) if len(awaited) > 1 else f"rank {awaited[0].rank} of {awaited[0].replica}"
+        cause = f"{named} {has} not begun it: an evaluation, a checkpoint, or a hang"
     longest = max(s.clocks.wall for s in group)
+    makes = "makes" if len(members) == 1 else "make"
     return finding(
         "stall",
         members,
@@ -93,8 +123,8 @@ def _waiting_for_unknown(role: str, phase: str, group: list[Stall], now: float) 
         onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
         now=now,
         confidence=0.3,
-        because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
-        f"{group[0].deadline.text}), and no fault of another process explains it",
+        because=f"{names(members)} {makes} no progress in {phase} for {longest:.1f} s (deadline "
+        f"{group[0].deadline.text}), and {cause}",
         evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
     )
 

@@ -190,6 +190,8 @@ class Tick:
     now: float
     findings: list[Finding] = field(default_factory=list)
     """Findings of the stages so far."""
+    suspicions: list[Finding] = field(default_factory=list)
+    """`cannot_tell` of processes whose state may be usual: not reported, evidence about them is collected."""
     explained: set[str] = field(default_factory=set)
     """Fingerprints of exceptions diagnosed as user code."""
 

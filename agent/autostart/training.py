@@ -45,7 +45,9 @@ class Report(Protocol):
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
     def set_step(self, n: int) -> None: ...
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None: ...
+    def progress(
+        self, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0, loading_seconds: float = 0.0
+    ) -> None: ...
     def exchange(self) -> None: ...
 
 
@@ -157,7 +159,8 @@ class TrainingWatch:
         else:
             loading = 0.0 if self._evaluated else self._began_at - self._ended_at
             busy = loading + self._own_seconds
-            self._report.progress(busy_seconds=busy, exchange_seconds=max(0.0, now - self._ended_at - busy))
+            waited = max(0.0, now - self._ended_at - busy)
+            self._report.progress(busy_seconds=busy, exchange_seconds=waited, loading_seconds=loading)
         self._report.enter_phase(PHASE_WAIT)
         self._ended_at, self._began_at, self._own_seconds = now, None, 0.0
         self._backward_at = None

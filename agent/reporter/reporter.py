@@ -404,9 +404,17 @@ class step:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
 
-def progress(units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0, tokens: int = 0) -> None:
+def progress(
+    units: int = 1,
+    *,
+    busy_seconds: float = 0.0,
+    exchange_seconds: float = 0.0,
+    loading_seconds: float = 0.0,
+    tokens: int = 0,
+) -> None:
     """`units` of work took `busy_seconds`, beside `exchange_seconds` of waiting for the other ranks of the replica, and
-    gave `tokens` tokens. The caller becomes the working thread."""
+    gave `tokens` tokens. `loading_seconds`: those of `busy_seconds` in which data was loaded. The caller becomes the
+    working thread."""
     with _page as page:
         integers, floats = page.q, page.d
         ident = threading.get_ident()
@@ -418,6 +426,7 @@ def progress(units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: flo
         if busy_seconds > 0.0:
             floats[at.W_BUSY_SECONDS] += busy_seconds
             floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
+            floats[at.W_LOADING_SECONDS] += loading_seconds
             integers[at.W_WORK_UNITS] += units
         if tokens:
             integers[at.W_TOKENS] += tokens

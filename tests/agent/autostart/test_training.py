@@ -26,6 +26,8 @@ class Report:
         self.phases: list[str] = []
         self.steps: list[int] = []
         self.units: list[tuple[float, float]] = []
+        self.loading: list[float] = []
+        self.passes: list[int] = []
         self.exchanges = 0
 
     def start(self) -> None:
@@ -37,12 +39,22 @@ class Report:
     def enter_phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def set_step(self, n: int) -> None:
+    def finish_step(
+        self,
+        n: int,
+        phase: str,
+        *,
+        work_units: int = 1,
+        busy_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        loading_seconds: float = 0.0,
+    ) -> None:
+        assert loading_seconds <= busy_seconds
         self.steps.append(n)
-
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None:
-        assert units == 1
         self.units.append((busy_seconds, exchange_seconds))
+        self.loading.append(loading_seconds)
+        self.passes.append(work_units)
+        self.enter_phase(phase)
 
     def exchange(self) -> None:
         self.exchanges += 1
@@ -132,6 +144,7 @@ def test_a_backward_pass_is_own_work_up_to_its_last_gradient(job: Job) -> None:
     assert not report.exchanges, "in this step the order of the gradients is looked at"
     job.step(loading=0.5, forward=2.0, gradients=1.0, backward=3.0, accumulated=2)
     assert report.exchanges == 2 and report.units[-1] == (pytest.approx(6.5), pytest.approx(6.0))
+    assert report.loading[-1] == pytest.approx(0.5) and report.passes[-1] == 2
     hooked = [len(p._post_accumulate_grad_hooks or {}) for p in job.model.parameters()]  # type: ignore[attr-defined]
     assert sum(hooked) == 1
     job.watch.stand_down()
@@ -231,7 +244,7 @@ def test_a_model_that_is_compiled_later_still_shows_its_steps(job: Job, monkeypa
 def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     report = warm(job)
     del report.phases[:]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(job.watch, "_is_compiling", lambda: True)
     job.model(torch.ones(1, 2))
     job.watch.after_optimizer(job.optimizer, (), {})
     assert report.phases == [] and report.steps[-1] == 2

@@ -253,21 +253,22 @@ def test_numbers_of_one_unit_of_work_are_corrupted_and_nothing_else(
     assert factors == ["None", factor, "None"], "only at its checkpoint, and once"
 
 
-def test_a_skew_lasts_until_it_is_withdrawn(run: RunDir) -> None:
+@pytest.mark.parametrize(("how", "factor"), [(InProcessFault.SKEW, "-1.0"), (InProcessFault.NANS, "nan")])
+def test_wrong_numbers_last_until_they_are_withdrawn(run: RunDir, how: InProcessFault, factor: str) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     ticks = process_start_ticks(os.getpid())
     assert ticks is not None
     path = request_path(run, os.getpid(), ticks)
-    request = InjectionRequest(request_id="s1", how=InProcessFault.SKEW, seconds=60.0, at=SCORE)
+    request = InjectionRequest(request_id="s1", how=how, seconds=60.0, at=SCORE)
     path.write_text(request.to_json())
     factors = []
     for name in (SCORE, SCORE, ENGINE_STEP):
         clock.advance(1.0)
-        factors.append(injection.factor(name))
+        factors.append(str(injection.factor(name)))
     path.unlink()
     clock.advance(1.0)
-    assert [*factors, injection.factor(SCORE)] == [-1.0, -1.0, None, None]
+    assert [*factors, str(injection.factor(SCORE))] == [factor, factor, "None", "None"]
 
 
 # --- from outside -------------------------------------------------------------------------------------------------

@@ -556,7 +556,9 @@ class Piece:
         if fault.of_helper:
             return frozenset({str(record["target"])})
         if fault.kind != "node-kill":
-            return frozenset({f"{record['target']}#{record['incarnation']}"})
+            # All nodes of the bundled cluster have the disk that is filled.
+            nodes = self._run.read()["nodes"] if fault.kind == "disk-full" else ()
+            return frozenset({f"{record['target']}#{record['incarnation']}", *nodes})
         with self._journal() as journal:
             lives = journal.actual().values()
         on_it = {f"{a.replica}#{a.incarnation}" for a in lives if a.node == record["node"]}

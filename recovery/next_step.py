@@ -38,7 +38,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, PolicyInput, leaves_node
 
 TRAINER = "trainer"
 JOIN_FACTOR = 10
@@ -121,12 +121,17 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
 def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
+    # It ends by the hand of whoever was paged, which can be seen.
+    lasts = FULL_DISK in incident.diagnosis.detectors
     if attempt.plan.action is ActionKind.TOLERATE and (moot or not situation.observing):
         if attempt.page_oncall:
             paged = _page_oncall(incident, "nothing_helps", attempt.plan.because, situation)
             if paged is not None:
                 return paged
-        return _close(incident, IncidentOutcome(attempt.outcome), attempt.plan.because)
+        over = _over(incident, situation) if lasts else None
+        if over is not None:
+            return _close(incident, *over)
+        return None if lasts else _close(incident, IncidentOutcome(attempt.outcome), attempt.plan.because)
     if attempt.decision is Decision.REJECTED:
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)

@@ -114,7 +114,7 @@ def test_a_worker_whose_rewards_are_not_finite_is_named_outside_of_the_sample_to
     compared = w.events(EventKind.REWARDS_COMPARED)
     assert compared and {b["odd"] for b in compared} == {"reward/0#1"}
     assert all(math.isfinite(r) for b in compared for r in b["used"])
-    assert not any(math.isfinite(r) for b in compared for r in b["rewards"]["reward/0#1"])
+    assert not any(math.isfinite(float(r)) for b in compared for r in b["rewards"]["reward/0#1"])
     report = parse_page(reporter.page_bytes()).exception
     assert report is not None
     found = WrongNumbers.parse(report.message)

@@ -177,7 +177,10 @@ class _PersistentDetector:
         text = next(self._parts, None) if self._parts is not None else None
         if text is not None:
             self._parts = None
-            write_atomically(self._path, text)
+            try:
+                write_atomically(self._path, text)
+            except OSError as e:  # a full disk must not end detection, least of all that of the full disk
+                logger.warning("%s cannot be written (%s): tried again in %g s", self._path, e.strerror, KEEP_SECONDS)
 
     def _keep_profile(self) -> None:
         if self._clock.monotonic() - self._profile_kept_at < PROFILE_SECONDS:

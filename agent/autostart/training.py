@@ -7,10 +7,14 @@ DeepSpeed's ZeRO steps its optimizer once for each parameter group.
 
 From the second step on the outermost modules that are called with gradients are looked for, and hooked when some are
 found. Then the phase is `step` from the first such call in training mode to the optimizer's end, and `wait` between two
-steps, where a job loads data, evaluates and writes checkpoints: no progress is due there. A rank's own time is that of
-loading and of forward passes; in backward passes and optimizers it may wait for other ranks. Where modules cannot be
-hooked (a compiled job would be compiled again), the phase stays `wait`: steps are shown, and no rank is accused for its
-silence.
+steps, where a job loads data, evaluates and writes checkpoints: no progress is due there; a forward pass of evaluation
+shows that it goes on. Where modules cannot be hooked (a compiled job would be compiled again), the phase stays `wait`:
+steps are shown, and no rank is accused for its silence.
+
+A rank's own time is that of loading, of forward passes and, where the gradients of whole parameters are computed in it,
+of backward passes up to the last gradient: after it, a rank waits for the gradients of others. Of sharded parameters
+(FSDP) no gradient is hooked: their backward passes wait for other ranks all along. Accumulated gradients are as many
+units of work as there are forward passes.
 
 Nothing here raises into the job: after an exception the hooks do nothing any more. A job that uses the reporter itself
 is left to it. Standard library only; torch is what the job has imported.
@@ -21,6 +25,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import monotonic
 from types import ModuleType
 from typing import Any, Protocol
@@ -41,8 +46,17 @@ class Report(Protocol):
     def start(self) -> None: ...
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
-    def set_step(self, n: int) -> None: ...
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None: ...
+    def finish_step(
+        self,
+        n: int,
+        phase: str,
+        *,
+        work_units: int = 1,
+        busy_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        loading_seconds: float = 0.0,
+    ) -> None: ...
+    def exchange(self) -> None: ...
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
@@ -73,17 +87,20 @@ class TrainingWatch:
 
     def __init__(self, report: Report, torch: Any, clock: Callable[[], float], *, starts: bool = True) -> None:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
-        self._modules = Modules(torch, self._guard_module)
+        self._modules = Modules(torch, self._guard_module, self._guard)
         self._thread = 0
         self._lead: int | None = None
         self._others = 0
         self._num_steps = 0
+        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", bool)
         self._off = False
         self._ended_at = 0.0  # of the last step
         self._called = False  # a hooked module, since then
         self._began_at: float | None = None  # of the first forward pass of training since then
         self._forward_at: float | None = None  # of the one that runs
-        self._forward_seconds = 0.0
+        self._num_passes = 0  # forward passes of training since the last step
+        self._own_seconds = 0.0  # in forward and backward passes since the last step
+        self._backward_at: float | None = None  # end of the last forward pass, or of the last gradient after it
         self._evaluated = False
 
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
@@ -100,8 +117,7 @@ class TrainingWatch:
 
     def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
         """The only way from the job's calls into this file."""
-        compiler: Any = getattr(self._torch, "compiler", None)
-        if hasattr(compiler, "is_compiling") and compiler.is_compiling():
+        if self._is_compiling():
             return  # torch.compile traces this, and gets no further
         if self._off or not (any_thread or threading.get_ident() == self._thread):
             return
@@ -129,6 +145,8 @@ class TrainingWatch:
             self._modules.hook(self._before_forward, self._after_forward)
         elif not self._called and self._modules.show_steps():
             return  # another parameter group of the same step
+        elif self._modules.ordering:
+            self._modules.hook_last_gradients(self._after_gradients)
         self._stepped()
 
     def _leads(self, optimizer: int) -> bool:
@@ -144,15 +162,22 @@ class TrainingWatch:
     def _stepped(self) -> None:
         now = self._clock()
         self._num_steps += 1
-        self._report.set_step(self._num_steps)
         if self._began_at is None:
-            self._report.progress()
+            self._report.finish_step(self._num_steps, PHASE_WAIT)
         else:
             loading = 0.0 if self._evaluated else self._began_at - self._ended_at
-            busy = loading + self._forward_seconds
-            self._report.progress(busy_seconds=busy, exchange_seconds=max(0.0, now - self._ended_at - busy))
-        self._report.enter_phase(PHASE_WAIT)
-        self._ended_at, self._began_at, self._forward_seconds = now, None, 0.0
+            busy = loading + self._own_seconds
+            waited = max(0.0, now - self._ended_at - busy)
+            self._report.finish_step(
+                self._num_steps,
+                PHASE_WAIT,
+                work_units=self._num_passes,
+                busy_seconds=busy,
+                exchange_seconds=waited,
+                loading_seconds=loading,
+            )
+        self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
+        self._backward_at = None
         self._called = self._evaluated = False
 
     def _before_forward(self, module: Any) -> None:
@@ -163,23 +188,39 @@ class TrainingWatch:
             return
         if not (module.training and self._torch.is_grad_enabled()):
             self._evaluated = self._began_at is None or self._evaluated
+            if self._began_at is None:
+                self._report.enter_phase(PHASE_WAIT)  # again: it is not idle
             return
         self._forward_at = self._clock()
+        self._num_passes += 1
         if self._began_at is None:
             self._began_at = self._forward_at
             self._report.enter_phase(PHASE_STEP)
 
     def _after_forward(self, module: object) -> None:
         if self._forward_at is not None:
-            self._forward_seconds += self._clock() - self._forward_at
+            self._backward_at = self._clock()
+            self._own_seconds += self._backward_at - self._forward_at
             self._forward_at = None
+
+    def _after_gradients(self, parameter: object) -> None:
+        """`parameter`: the one of a module whose gradient comes last. Also in a thread of autograd's own."""
+        if self._backward_at is not None:
+            now = self._clock()
+            self._own_seconds += now - self._backward_at
+            self._backward_at = now
+            self._report.exchange()
+
+
+Guard = Callable[[Callable[[Any], None], object], None]
+"""Calls the function with the object, and lets no exception out."""
 
 
 class Hook:
     """A hook in a module of the job. A copy of the module, also on disk, has a function of the standard library in its
     place that does nothing: it can be loaded where rolecall is not."""
 
-    def __init__(self, guard: Callable[[Callable[[Any], None], object], None], act: Callable[[Any], None]) -> None:
+    def __init__(self, guard: Guard, act: Callable[[Any], None]) -> None:
         self._guard, self._act = guard, act
 
     def __call__(self, module: object, *args: object) -> None:
@@ -193,12 +234,16 @@ class Modules:
     """Finds the outermost modules of a step, and hooks them. Not in a job that torch.compile compiles: its guards
     include these hooks, and it would compile again."""
 
-    def __init__(self, torch: Any, guard: Callable[[Callable[[Any], None], object], None]) -> None:
-        self._torch, self._guard = torch, guard
+    def __init__(self, torch: Any, guard: Guard, guard_any_thread: Guard) -> None:
+        """`guard`: of forward passes; `guard_any_thread`: of backward passes, which autograd may run in its own."""
+        self._torch, self._guard, self._guard_any_thread = torch, guard, guard_any_thread
         self._handles: list[Any] = []
+        self._of_gradients: list[Any] = []
         self._found: dict[int, Any] = {}
+        self._last: dict[int, Any] = {}
         self._depth = 0
-        self.searching = False
+        self.searching = self.ordering = False
+        """A step is looked at: for the outermost modules; for the order in which their gradients come."""
 
     def search(self) -> None:
         """Begins to look at every module's call, and forgets what was hooked before."""
@@ -223,7 +268,31 @@ class Modules:
                 self._handles.append(module.register_forward_pre_hook(Hook(self._guard, before)))
                 # Also of a pass that raises.
                 self._handles.append(module.register_forward_hook(Hook(self._guard, after), always_call=True))
+                for parameter in self._with_whole_gradients(module):
+                    note = Hook(self._guard_any_thread, partial(self._note_gradient, id(module)))
+                    self._of_gradients.append(parameter.register_post_accumulate_grad_hook(note))
+            self.ordering = bool(self._of_gradients)
         self._found = {}
+
+    def hook_last_gradients(self, after: Callable[[Any], None]) -> None:
+        """Calls this after each gradient of the parameter whose gradient came last in the step that ends, of each
+        module."""
+        self._forget_gradients()
+        for parameter in self._last.values():
+            hook = Hook(self._guard_any_thread, after)
+            self._of_gradients.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._last = {}
+
+    def _with_whole_gradients(self, module: Any) -> list[Any]:
+        """The parameters to be trained; none if one is sharded: its gradient comes once others have sent theirs."""
+        nn = self._torch.nn
+        trained = [p for p in module.parameters() if p.requires_grad]
+        is_whole = all(type(p) is nn.Parameter and type(p.data) is self._torch.Tensor and p.is_leaf for p in trained)
+        is_flat = any("FullyShardedDataParallel" in type(m).__name__ for m in module.modules())
+        return trained if is_whole and not is_flat else []
+
+    def _note_gradient(self, module: int, parameter: Any) -> None:
+        self._last[module] = parameter
 
     def show_steps(self) -> bool:
         """Whether every step has a forward pass of a hooked module. One that was compiled later hides its own."""
@@ -233,6 +302,12 @@ class Modules:
         for handle in self._handles:
             handle.remove()
         self._handles, self.searching = [], False
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
+        for handle in self._of_gradients:
+            handle.remove()
+        self._of_gradients, self.ordering = [], False
 
     def _is_compiled(self) -> bool:
         dynamo = sys.modules.get("torch._dynamo.utils")

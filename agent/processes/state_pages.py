@@ -65,6 +65,7 @@ class PageState:
     exchanges: int
     busy_seconds: float
     exchange_seconds: float
+    loading_seconds: float
     work_units: int
     tokens: int
     requests_active: int

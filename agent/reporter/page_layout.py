@@ -63,6 +63,7 @@ W_LOG_RATIO_MAX = 42
 W_EXCHANGES = 43  # how often this rank began to wait for the other ranks of its replica
 W_EXCHANGE_SECONDS = 44  # float: waited for them inside units of work
 W_TOKENS_HELD = 45  # rollout: tokens of the requests that it holds
+W_LOADING_SECONDS = 46  # float: of the busy seconds, those in which a job loaded data
 NUM_WORDS = 64
 
 HEALTH_WORDS = {

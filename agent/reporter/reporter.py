@@ -146,14 +146,43 @@ class _Page:
         return False
 
     def set_phase(self, name: str) -> None:
-        offset, length = at.A_PHASE
         with self:
-            self.raw[offset : offset + length] = _phase_area(name)
-            self.phase = name
-            self.d[at.W_PHASE_SINCE] = monotonic()
-            self.q[at.W_PHASE_ENTRIES] += 1
-            if not self.work_ident:  # until progress is reported, the thread that enters phases is the working thread
-                self.q[at.W_WORK_TID] = threading.get_native_id()
+            self.write_phase(name)
+
+    def write_phase(self, name: str) -> None:
+        """Inside `with page:` only."""
+        offset, length = at.A_PHASE
+        self.raw[offset : offset + length] = _phase_area(name)
+        self.phase = name
+        self.d[at.W_PHASE_SINCE] = monotonic()
+        self.q[at.W_PHASE_ENTRIES] += 1
+        if not self.work_ident:  # until progress is reported, the thread that enters phases is the working thread
+            self.q[at.W_WORK_TID] = threading.get_native_id()
+
+    def add_progress(
+        self,
+        units: int,
+        work_units: int,
+        busy_seconds: float,
+        exchange_seconds: float,
+        loading_seconds: float,
+        tokens: int,
+    ) -> None:
+        """Inside `with page:` only."""
+        integers, floats = self.q, self.d
+        ident = threading.get_ident()
+        if ident != self.work_ident:
+            self.work_ident = ident
+            integers[at.W_WORK_TID] = threading.get_native_id()
+        integers[at.W_PROGRESS] += units
+        floats[at.W_PROGRESS_AT] = monotonic()
+        if busy_seconds > 0.0:
+            floats[at.W_BUSY_SECONDS] += busy_seconds
+            floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
+            floats[at.W_LOADING_SECONDS] += loading_seconds
+            integers[at.W_WORK_UNITS] += work_units
+        if tokens:
+            integers[at.W_TOKENS] += tokens
 
     def set_training(self, word: int, value: float) -> None:
         """Sets loss, gradient norm or reward, and counts outliers. Inside `with page:` only."""
@@ -366,8 +395,7 @@ class collective(phase):
 
 def exchange() -> None:
     """This rank begins to wait for the other ranks of its replica."""
-    with _page as page:
-        page.q[at.W_EXCHANGES] += 1
+    _page.q[at.W_EXCHANGES] += 1  # one word, which is written at once
 
 
 def set_step(n: int) -> None:
@@ -404,23 +432,36 @@ class step:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
 
-def progress(units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0, tokens: int = 0) -> None:
+def progress(
+    units: int = 1,
+    *,
+    busy_seconds: float = 0.0,
+    exchange_seconds: float = 0.0,
+    loading_seconds: float = 0.0,
+    tokens: int = 0,
+) -> None:
     """`units` of work took `busy_seconds`, beside `exchange_seconds` of waiting for the other ranks of the replica, and
-    gave `tokens` tokens. The caller becomes the working thread."""
+    gave `tokens` tokens. `loading_seconds`: those of `busy_seconds` in which data was loaded. The caller becomes the
+    working thread."""
     with _page as page:
-        integers, floats = page.q, page.d
-        ident = threading.get_ident()
-        if ident != page.work_ident:
-            page.work_ident = ident
-            integers[at.W_WORK_TID] = threading.get_native_id()
-        integers[at.W_PROGRESS] += units
-        floats[at.W_PROGRESS_AT] = monotonic()
-        if busy_seconds > 0.0:
-            floats[at.W_BUSY_SECONDS] += busy_seconds
-            floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
-            integers[at.W_WORK_UNITS] += units
-        if tokens:
-            integers[at.W_TOKENS] += tokens
+        page.add_progress(units, units, busy_seconds, exchange_seconds, loading_seconds, tokens)
+
+
+def finish_step(
+    n: int,
+    phase: str,
+    *,
+    work_units: int = 1,
+    busy_seconds: float = 0.0,
+    exchange_seconds: float = 0.0,
+    loading_seconds: float = 0.0,
+) -> None:
+    """`set_step(n)`, `progress` of one unit and `enter_phase(phase)` in one write: for hooks, which are called in each
+    step of a job. `work_units`: parts of the step (microbatches) that took the seconds."""
+    with _page as page:
+        page.q[at.W_STEP] = n
+        page.add_progress(1, work_units, busy_seconds, exchange_seconds, loading_seconds, 0)
+        page.write_phase(phase)
 
 
 def update(

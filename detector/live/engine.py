@@ -30,10 +30,11 @@ from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
-from rolecall.detector.live.stages.slow import SlowStage
+from rolecall.detector.live.stages.slow import SlowLoadingStage, SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
+from rolecall.detector.live.stages.wait import WaitStage
 from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
 
 Stages = Sequence[Callable[[], Stage]]
@@ -46,11 +47,13 @@ STAGES: Stages = (
     StallStage,
     CollectiveStage,
     DependentStallStage,
+    SlowLoadingStage,
     SlowStage,
     AgentLostStage,
     NcclRasStage,
     NodeFaultsStage,
     LostRanksStage,
+    WaitStage,
     PulledEvidenceStage,
     PanelsStage,
     CollapseStage,
@@ -74,6 +77,8 @@ class LiveDetector:
         self._stages = [make() for make in stages]
         self._suppressed_wall: dict[str, float] = {}  # stage -> time of its last suppression by an earlier stage
         self._standing: dict[str, Diagnosis] = {}
+        self.suspicions: tuple[Diagnosis, ...] = ()
+        """Of the newest observation, not reported: collected evidence decides whether they become a diagnosis."""
         self._now = 0.0
         self._history = ObservationHistory(config.window_seconds)
 
@@ -94,6 +99,7 @@ class LiveDetector:
             if stage.suppresses and any(map(stalls_others, found)):
                 suppressed |= stage.suppresses
                 self._suppressed_wall.update(dict.fromkeys(stage.suppresses, now))
+        self.suspicions = tuple(map(fusion.to_diagnosis, tick.suspicions))
         findings = tick.findings
         of_panels = [f for f in findings if f.detector.startswith(PANEL)]
         others = [f for f in findings if not f.detector.startswith(PANEL)]

@@ -17,7 +17,7 @@ import numpy as np
 from rolecall.core.diagnosis import Finding
 from rolecall.core.ids import ProcessId
 from rolecall.core.membership import STANDBY_ROLES
-from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample
+from rolecall.core.telemetry import UNCOUNTED, AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.gpu_readings import GPU_METRICS, GpuReadings, Who
@@ -147,7 +147,8 @@ class RunPanels:
             known = self._processes[sample.process] = _PanelMember(*place, sample.process, now)
             self._by_key[known.key] = known
         known.heard_wall = now
-        known.is_further = sample.rank > 0 and sample.exchanges > 0
+        # In a job that rolecall did not start, rank 0 does the same work as the others.
+        known.is_further = sample.rank > 0 and sample.exchanges > 0 and sample.incarnation != UNCOUNTED
         known.sleeps |= sample.phase == Phase.SLEEP
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample

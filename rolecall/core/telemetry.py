@@ -70,6 +70,7 @@ class ProcessSample:
     exchanges: int = 0  # begun with other ranks of its replica; of two that stand still, the lower is waited for
     busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches), without the next
     exchange_seconds: float = 0.0  # waited in work units for the other ranks of its replica
+    loading_seconds: float = 0.0  # of the busy seconds, those in which a job that names no phases loaded data
     work_units: int = 0  # number of finished work units in busy_seconds
     tokens: int = 0
     requests_active: int = 0

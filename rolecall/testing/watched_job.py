@@ -88,6 +88,10 @@ class WatchedJob:
                 )
             )
 
+    def exit_code(self, number: int) -> int | None:
+        """Of the process that was started as this one, from 0; None: it runs."""
+        return self._started[number].poll()
+
     def close(self) -> None:
         for process in reversed(self._started):
             with suppress(ProcessLookupError):

@@ -117,14 +117,15 @@ class _PersistentDetector:
         clock: Clock,
         roles: Mapping[str, int] | None = None,
         pulled: Callable[[], tuple[Finding, ...]] = tuple,
+        probe: Callable[[Sequence[Diagnosis]], None] = lambda _: None,
     ) -> None:
         """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its
-        last call.
+        last call. `probe`: is called with the suspicions that stand, after each observation.
         """
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._parts: Iterator[str | None] | None = None
-        self._pulled = pulled
+        self._pulled, self._probe = pulled, probe
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
         self._profile_kept_at = clock.monotonic()
         self._profile: Profile | None = None
@@ -160,6 +161,7 @@ class _PersistentDetector:
         standing = self._detector.observe(
             replace(observation, panel_findings=of_panels, pulled_findings=self._pulled())
         )
+        self._probe(self._detector.suspicions)
         self._keep(standing)
         return standing
 
@@ -267,7 +269,7 @@ def watch_run(
         return given if given or ours else local_authorization(url, local)
 
     pull = EvidencePull(run, lambda: listed.newest, evidence_authorization, lambda: detector.processes(), clock)
-    detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
+    detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings, pull.probe)
     meter, server, external = Meter(clock), None, None
     source.start()
     try:

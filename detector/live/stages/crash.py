@@ -201,8 +201,9 @@ def _code_finding(
     )
 
 
-EXCEPTION_GRACE_SECONDS = 2.0
-"""How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other."""
+EXCEPTION_GRACE_SECONDS, EXCEPTION_GRACE_SECONDS_MIN = 2.0, 0.4
+"""How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other. Less in
+a job whose steps are shorter (`_grace_seconds`)."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0
 """Time for peers to finish the step in which one of them failed: detect the loss, rebuild the group (2.7 s measured on
 CPU) and restart the step. Recovery waits slightly longer (`recovery.triage.LOST_GRACE_SECONDS`) before it repairs a
@@ -249,7 +250,7 @@ def _held_for_peers(
     fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
 ) -> bool:
     waited = now - raised.received_wall
-    if waited < EXCEPTION_GRACE_SECONDS:
+    if waited < _grace_seconds(fleet, subject):
         return True
     if waited >= EXCEPTION_HOLD_SECONDS_MAX:
         return False
@@ -258,6 +259,15 @@ def _held_for_peers(
     if not blames_code(raised):
         return False
     return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
+
+
+def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> float:
+    """A step of a job that names no phases lasts as long as both of its phases."""
+    gaps = [fleet.gaps.p99(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
+    if subject.incarnation != UNCOUNTED or None in gaps:
+        return EXCEPTION_GRACE_SECONDS
+    step = sum(gap for gap in gaps if gap is not None)
+    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, step))
 
 
 def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:
@@ -292,7 +302,7 @@ def _gone(
     if lost_peer:
         reported += "; this follows from the loss of another process, so the cause is not known"
     signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
-    oom = abs(subject.exit_wall - struck) <= OOM_SECONDS and signal in SIGKILL_NAMES
+    oom = signal in SIGKILL_NAMES and (detail.get("cause") == "oom" or abs(subject.exit_wall - struck) <= OOM_SECONDS)
     killer = "; the host's OOM killer was active at that moment" if oom else ""
     because = f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}{killer}"
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall

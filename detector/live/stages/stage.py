@@ -104,7 +104,9 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     """Deadline of the subject's next heartbeat."""
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
-        return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+        learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+        # Between two steps a job compiles and forks, too, which holds the interpreter: for CPU time above all.
+        return replace(learned, effective_share=1.0) if subject.phase == Phase.WAIT else learned
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
     return learned_deadline(None, config)
@@ -190,6 +192,8 @@ class Tick:
     now: float
     findings: list[Finding] = field(default_factory=list)
     """Findings of the stages so far."""
+    suspicions: list[Finding] = field(default_factory=list)
+    """`cannot_tell` of processes whose state may be usual: not reported, evidence about them is collected."""
     explained: set[str] = field(default_factory=set)
     """Fingerprints of exceptions diagnosed as user code."""
 

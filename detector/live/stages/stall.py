@@ -76,13 +76,23 @@ class DependentStallStage(Stage):
             if (s.ripe or together) and not s.beats_stopped and n in waits:
                 groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
         groups = {key: group for key, group in groups.items() if any(s.ripe for s in group)}
-        return [_judge_dependent(tick.fleet, *key, group, tick.now) for key, group in groups.items()]
+        found = [_judge_dependent(tick.fleet, *key, group, tick.now) for key, group in groups.items()]
+        return [f for f in found if f is not None]
 
 
-def _judge_dependent(fleet: MonitoredProcesses, role: str, phase: str, group: list[Stall], now: float) -> Finding:
+AWAITED_SECONDS = 60.0
+"""A rank that the others wait for may evaluate or write a checkpoint for so long before anything is reported; until
+then its stack is looked at (`wait.py`)."""
+
+
+def _judge_dependent(
+    fleet: MonitoredProcesses, role: str, phase: str, group: list[Stall], now: float
+) -> Finding | None:
     """A single stalled process of a role and phase is hung, unless another rank of its replica has not begun the step;
     several wait for an unknown cause."""
     awaited = _not_begun(fleet, role, group)
+    if awaited and max(s.clocks.wall for s in group) < AWAITED_SECONDS:
+        return None
     if len(group) == 1 and not awaited:
         return _hang(fleet, group[0], now)
     return _waiting_for_unknown(role, phase, group, awaited, now)

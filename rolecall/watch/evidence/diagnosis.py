@@ -19,11 +19,12 @@ from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
-from rolecall.detector.artifacts.stacks.positions import shown, stack_of
+from rolecall.detector.artifacts.stacks.positions import StackActivity, shown, stack_of
 from rolecall.detector.base.read_budget import Budget, read_each
 from rolecall.watch.evidence.requests import process_name
 
 NUM_FRAMES_SHOWN = 6
+AT_REST = frozenset({StackActivity.LOCK, StackActivity.STILL, StackActivity.STOPPED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +40,14 @@ class EvidenceFile:
 @dataclass(slots=True)
 class EvidenceAnalysis:
     """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why.
-    `knows_stopped`: a process was stopped, by a signal or a debugger."""
+    `knows_stopped`: a process was stopped, by a signal or a debugger. `at_rest`: processes whose stack shows neither
+    work, input and output nor a wait for other processes."""
 
     statements: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     knows_stopped: bool = False
+    at_rest: set[Suspect] = field(default_factory=set)
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
@@ -86,6 +89,8 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         analysis.knows_stopped |= dump.is_stopped
         owners[dump.replica, dump.rank] = file.who
         stack = stack_of(dump)
+        if stack.doing in AT_REST:
+            analysis.at_rest.add(file.who)
         frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
         peer = "" if file.suspected else ", a peer,"
         held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""

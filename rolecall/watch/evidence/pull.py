@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import queue
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -43,6 +45,8 @@ NUM_AGENTS_AT_ONCE = 16
 NUM_INCIDENTS_AT_ONCE = 2
 NUM_WAITING_MAX = 32
 BUSY_PAUSE_SECONDS = 0.2
+PROBE_SECONDS, PROBE_SECONDS_MAX = 5.0, 300.0
+"""Between two probes of a suspicion: the first pause, doubled each time, and the longest."""
 BYTES_MAX = {
     EvidenceKind.STACKS: 2 << 20,
     EvidenceKind.FLIGHT: 8 << 20,
@@ -63,6 +67,8 @@ WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
+    """`incident_id`: empty for a suspicion, whose evidence is not stored."""
+
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
 
@@ -181,20 +187,41 @@ class EvidencePull:
         self._findings: deque[Finding] = deque()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._probes: dict[str, tuple[float, float]] = {}  # key of a suspicion -> time of its next probe, its pause
 
     def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
         asks = tuple(select_evidence(diagnosis, self._fleet()))
         if not asks:
             return
+        try:
+            self._enqueue(_Job(incident_id=incident_id, asks=asks))
+        except queue.Full:
+            because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
+            self._record(incident_id, missing=[because])
+
+    def probe(self, suspicions: Iterable[Diagnosis]) -> None:
+        """Requests the stacks of all processes of each suspicion, again after a growing pause while it stands. Call it
+        after each observation, with all suspicions that stand."""
+        now, standing = self._clock.monotonic(), {d.key: d for d in suspicions}
+        self._probes = {key: probe for key, probe in self._probes.items() if key in standing}
+        for key, suspicion in standing.items():
+            due, pause = self._probes.get(key, (now, PROBE_SECONDS))
+            if now < due:
+                continue
+            self._probes[key] = now + pause, min(2 * pause, PROBE_SECONDS_MAX)
+            asks = select_evidence(suspicion, self._fleet())
+            stacks = tuple(ask for ask in asks if ask.kind is EvidenceKind.STACKS)
+            if stacks:
+                with suppress(queue.Full):  # incidents come first
+                    self._enqueue(_Job(incident_id="", asks=stacks))
+
+    def _enqueue(self, job: _Job) -> None:
+        """Raises queue.Full."""
         if not self._threads:
             for n in range(NUM_INCIDENTS_AT_ONCE):
                 self._threads.append(threading.Thread(target=self._work, name=f"evidence-{n}", daemon=True))
                 self._threads[-1].start()
-        try:
-            self._jobs.put_nowait(_Job(incident_id=incident_id, asks=asks))
-        except queue.Full:
-            because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
-            self._record(incident_id, missing=[because])
+        self._jobs.put_nowait(job)
 
     def collected(self) -> list[CollectedEvidence]:
         return [self._collected.popleft() for _ in range(len(self._collected))]
@@ -216,17 +243,23 @@ class EvidencePull:
             except queue.Empty:
                 continue
             try:
-                self._pull(job)
+                if job.incident_id:
+                    self._pull(job)
+                else:
+                    self._pull_probe(job)
             except Exception as e:  # deliberate: a defect here affects only this incident's evidence
-                logger.exception("evidence of %s", job.incident_id)
-                self._record(job.incident_id, missing=[f"the evidence could not be processed: {type(e).__name__}: {e}"])
+                logger.exception("evidence of %s", job.incident_id or "a suspicion")
+                if job.incident_id:
+                    because = f"the evidence could not be processed: {type(e).__name__}: {e}"
+                    self._record(job.incident_id, missing=[because])
 
     def _pull(self, job: _Job) -> None:
         started_at = self._clock.monotonic()
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         missing = _missing(answers)
+        folder = self._run.path / EVIDENCE_DIR / job.incident_id
         try:
-            kept, refused = self._kept(job, answers, started_at + 2 * self._deadline_seconds)
+            kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
             missing += refused
             analysis = analyse_evidence(kept)
         except OSError as e:
@@ -236,8 +269,19 @@ class EvidencePull:
         self._findings.extend(f for f in analysis.findings if f.fault_class.spec.settles_ties)
         self._record(job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds)
 
+    def _pull_probe(self, job: _Job) -> None:
+        """Only a finding about a process at rest counts: one that writes a checkpoint also holds the others up."""
+        started_at = self._clock.monotonic()
+        answers = self._answers(job.asks, started_at + self._deadline_seconds)
+        with tempfile.TemporaryDirectory(prefix="rolecall-stacks-") as folder:
+            kept, _ = self._kept(job, Path(folder) / "stacks", answers, started_at + 2 * self._deadline_seconds)
+            analysis = analyse_evidence(kept)
+        self._findings.extend(
+            f for f in analysis.findings if f.fault_class.spec.settles_ties and analysis.at_rest.issuperset(f.suspects)
+        )
+
     def _kept(
-        self, job: _Job, answers: Sequence[_EvidenceResponse], until: float
+        self, job: _Job, folder: Path, answers: Sequence[_EvidenceResponse], until: float
     ) -> tuple[list[EvidenceFile], list[str]]:
         """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises
         OSError."""
@@ -246,7 +290,7 @@ class EvidencePull:
         if not had:
             return [], []
         known = run_redactor(self._run, nodes=[a.node for a in job.asks])
-        files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
+        files = EvidenceFiles(folder, known)
         # The number of a dump that does not contain its rank: the registered rank, if those are unique.
         flights = [a for a in job.asks if a.kind is EvidenceKind.FLIGHT]
         ranks = [a.who.rank for a in flights if a.who is not None and a.who.rank is not None]

@@ -26,6 +26,9 @@ class Report:
         self.phases: list[str] = []
         self.steps: list[int] = []
         self.units: list[tuple[float, float]] = []
+        self.loading: list[float] = []
+        self.passes: list[int] = []
+        self.exchanges = 0
 
     def start(self) -> None:
         self.started = True
@@ -36,12 +39,25 @@ class Report:
     def enter_phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def set_step(self, n: int) -> None:
+    def finish_step(
+        self,
+        n: int,
+        phase: str,
+        *,
+        work_units: int = 1,
+        busy_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        loading_seconds: float = 0.0,
+    ) -> None:
+        assert loading_seconds <= busy_seconds
         self.steps.append(n)
-
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None:
-        assert units == 1
         self.units.append((busy_seconds, exchange_seconds))
+        self.loading.append(loading_seconds)
+        self.passes.append(work_units)
+        self.enter_phase(phase)
+
+    def exchange(self) -> None:
+        self.exchanges += 1
 
 
 class Clock:
@@ -67,12 +83,20 @@ class Job:
         self.clock.now += self.seconds
 
     def step(
-        self, *, loading: float = 0.0, forward: float = 0.0, backward: float = 0.0, accumulated: int = 1, optimizer: Any = None
+        self, *, loading: float = 0.0, forward: float = 0.0, gradients: float = 0.0, backward: float = 0.0,
+        accumulated: int = 1, optimizer: Any = None
     ) -> None:  # fmt: skip
+        """`gradients`: seconds of a backward pass up to its last gradient; `backward`: after it."""
+
+        def compute(_: torch.Tensor) -> None:
+            self.clock.now += gradients
+
         self.clock.now += loading
         self.seconds = forward
         for _ in range(accumulated):
-            self.model(torch.ones(1, 2)).sum().backward()
+            out = self.model(torch.ones(1, 2))
+            out.register_hook(compute)
+            out.sum().backward()
             self.clock.now += backward
         (optimizer or self.optimizer).step()
 
@@ -114,11 +138,38 @@ def test_a_step_is_judged_from_its_first_forward_pass(job: Job) -> None:
     assert report.units[-1] == (pytest.approx(4.5), pytest.approx(6.0)), "own: loading and forward; the rest may wait"
 
 
+def test_a_backward_pass_is_own_work_up_to_its_last_gradient(job: Job) -> None:
+    report = warm(job)
+    job.step(gradients=1.0)
+    assert not report.exchanges, "in this step the order of the gradients is looked at"
+    job.step(loading=0.5, forward=2.0, gradients=1.0, backward=3.0, accumulated=2)
+    assert report.exchanges == 2 and report.units[-1] == (pytest.approx(6.5), pytest.approx(6.0))
+    assert report.loading[-1] == pytest.approx(0.5) and report.passes[-1] == 2
+    hooked = [len(p._post_accumulate_grad_hooks or {}) for p in job.model.parameters()]  # type: ignore[attr-defined]
+    assert sum(hooked) == 1
+    job.watch.stand_down()
+    assert not any(p._post_accumulate_grad_hooks for p in job.model.parameters())  # type: ignore[attr-defined]
+
+
+def test_the_gradients_of_sharded_parameters_are_not_hooked() -> None:
+    class Shard(torch.nn.Parameter):
+        pass
+
+    job = Job(Report())
+    job.model[0].weight = Shard(torch.ones(2, 2))
+    handle = register_optimizer_step_post_hook(job.watch.after_optimizer)
+    for _ in range(4):
+        job.step(forward=2.0, gradients=1.0)
+    handle.remove()
+    assert not job.report.exchanges and job.report.units[-1] == (pytest.approx(2.0), pytest.approx(1.0))
+    assert not any(p._post_accumulate_grad_hooks for p in job.model.parameters())  # type: ignore[attr-defined]
+
+
 def test_evaluation_is_no_work_of_a_step(job: Job) -> None:
     report = warm(job)
     del report.phases[:]
     job.evaluate(40.0)
-    assert report.phases == []
+    assert report.phases == ["wait"], "entered again: it is not idle"
     job.step(loading=1.0, forward=2.0, backward=1.0)
     busy, _ = report.units[-1]
     assert busy == pytest.approx(2.0), "how long it loaded cannot be told from how long it evaluated"
@@ -164,7 +215,7 @@ def test_a_module_in_evaluation_mode_is_no_work_of_a_step(job: Job) -> None:
     del report.phases[:]
     job.model.eval()
     job.step(loading=1.0, forward=2.0)
-    assert report.phases == ["wait"] and report.steps[-1] == 3
+    assert set(report.phases) == {"wait"} and report.steps[-1] == 3
     assert report.units[-1] == (0.0, 0.0), "nothing is known about its time"
 
 
@@ -193,7 +244,7 @@ def test_a_model_that_is_compiled_later_still_shows_its_steps(job: Job, monkeypa
 def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     report = warm(job)
     del report.phases[:]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(job.watch, "_is_compiling", lambda: True)
     job.model(torch.ones(1, 2))
     job.watch.after_optimizer(job.optimizer, (), {})
     assert report.phases == [] and report.steps[-1] == 2
@@ -202,15 +253,17 @@ def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytes
 def test_a_hooked_model_is_copied_and_saved_without_rolecall(job: Job, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
+    for _ in range(4):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert [type(h) for h in (*model._forward_pre_hooks.values(), *model._forward_hooks.values())] == [Hook, Hook]
+    expected = model.eval()(torch.ones(1, 2))
     del job.report.phases[:]
 
     copied = copy.deepcopy(copy.deepcopy(model))
-    assert torch.equal(copied(torch.ones(1, 2)), model.eval()(torch.ones(1, 2)))
+    assert torch.equal(copied(torch.ones(1, 2)), expected)
     assert job.report.phases == [], "a copy reports nothing"
+    assert not any(p._post_accumulate_grad_hooks for p in copied.parameters())  # type: ignore[attr-defined]
 
     torch.save(model, tmp_path / "model.pt")
     script = """

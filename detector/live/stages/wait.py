@@ -1,0 +1,72 @@
+"""Silent suspicion: the ranks of a job stand still, some of them between two steps, for longer than they usually do.
+
+Between two steps no progress is due: a job loads data, evaluates and writes checkpoints there, and its first checkpoint
+may take minutes. A rank may also hang there, while the others wait for it in a collective. Their state is the same in
+both cases, so nothing is reported. The watch collects the stacks of these ranks (`rolecall.watch.evidence`), and a
+finding from them counts while the suspicion stands (`pulled_evidence`).
+
+Only of jobs that rolecall did not start: those of the bundled runtime name what they wait for.
+"""
+
+from collections.abc import Sequence
+
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import UNCOUNTED, Phase
+from rolecall.detector.base.findings import settles
+from rolecall.detector.live.monitored_process import MonitoredProcess, learned_deadline
+from rolecall.detector.live.processes import finding, names
+from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Tick
+
+RANKS_MIN = 2
+STANDING_PHASES = frozenset({Phase.WAIT, Phase.STEP, Phase.REDUCE})
+
+
+class WaitStage(Stage):
+    name = "wait"
+
+    def evaluate(self, tick: Tick) -> Sequence[Finding]:
+        """Adds to `tick.suspicions`; no findings."""
+        floor = tick.config.hang_floor_seconds
+        replicas = {
+            s.replica: s
+            for s in tick.fleet.current()
+            if s.incarnation == UNCOUNTED and s.phase == Phase.WAIT and s.stall.wall >= floor and s.experienced
+        }
+        accused = {s.replica for f in tick.findings if f.fault_class is not FaultClass.CANNOT_TELL for s in f.suspects}
+        for replica in replicas.keys() - accused:
+            ranks = [s for s in tick.fleet.roster.of_replica(replica).values() if not s.finished]
+            if len(ranks) >= RANKS_MIN and all(_stands(s, floor) for s in ranks):
+                self._suspect(tick, ranks)
+        return []
+
+    def _suspect(self, tick: Tick, ranks: list[MonitoredProcess]) -> None:
+        between = [s for s in ranks if s.phase == Phase.WAIT and s.stall.cpu < WORKING_CPUS * s.stall.effective]
+        if not between:
+            return
+        role = ranks[0].role
+        deadline = learned_deadline(tick.fleet.gaps.p99(role, Phase.WAIT) or 0.0, tick.config)
+        longest = max(s.stall.wall for s in ranks)
+        if longest < deadline.seconds:
+            return
+        because = (
+            f"{names(ranks)} have stood still for {longest:.1f} s (deadline {deadline.text}), {names(between)} between "
+            "two steps, where no progress is due"
+        )
+        found = finding(
+            self.name,
+            ranks,
+            FaultClass.CANNOT_TELL,
+            onset=min(s.onset_wall(s.stall.wall) for s in ranks),
+            now=tick.now,
+            confidence=0.1,
+            because=because,
+            evidence=(settles("stacks of these ranks"),),
+        )
+        tick.suspicions = [*tick.suspicions, found]
+
+
+def _stands(subject: MonitoredProcess, seconds: float) -> bool:
+    return (
+        not subject.gone and subject.experienced and subject.phase in STANDING_PHASES and subject.stall.wall >= seconds
+    )

@@ -56,12 +56,24 @@ class Report(Protocol):
         exchange_seconds: float = 0.0,
         loading_seconds: float = 0.0,
     ) -> None: ...
+    def begin_step(self, phase: str) -> None: ...
+    def count_collectives(self, issued: Callable[[], int]) -> None: ...
     def exchange(self) -> None: ...
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether the process can know its rank: an actor of Ray can only if its environment says so."""
     return "RAY_JOB_ID" not in environ or any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+
+
+def issued_collectives() -> int:
+    """Of the default process group of torch.distributed; -1: there is none, or it does not count."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        group = distributed.GroupMember.WORLD
+        return -1 if group is None else int(group._get_sequence_number_for_group())
+    except Exception:  # noqa: BLE001 a private part of torch: the job goes on, without the number
+        return -1
 
 
 _watch: "TrainingWatch | None" = None
@@ -138,6 +150,7 @@ class TrainingWatch:
                 self._off = True  # the job reports itself
                 return
             self._report.start()
+            self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
             self._thread = threading.get_ident()
             self._modules.search()
@@ -195,7 +208,7 @@ class TrainingWatch:
         self._num_passes += 1
         if self._began_at is None:
             self._began_at = self._forward_at
-            self._report.enter_phase(PHASE_STEP)
+            self._report.begin_step(PHASE_STEP)
 
     def _after_forward(self, module: object) -> None:
         if self._forward_at is not None:

@@ -60,6 +60,10 @@ BEATS_PER_AGENT_CHECK = 25
 PHASE_START, PHASE_STEP = "start", "step"
 """core.telemetry.Phase, which is not imported here."""
 NUM_PHASES_CACHED_MAX = 64
+UNKNOWN_AT_FIRST = (
+    *(at.W_STEP, at.W_POLICY_VERSION, at.W_EXCEPTION_STEP),
+    *(at.W_COLLECTIVES_ISSUED, at.W_COLLECTIVES_AT_STEP, at.W_COLLECTIVES_AT_BEGIN),
+)
 
 _phase_bytes: dict[str, bytes] = {}
 
@@ -87,10 +91,12 @@ class _Page:
         self.failures = 0
         self.waited_seconds = 0.0  # in collectives
         self.flight: FlightRecorderResponder | None = None  # used only by the ticker thread
+        self.count_collectives: Callable[[], int] | None = None
         self.watches = {word: OutlierDetector() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
-        self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
+        for word in UNKNOWN_AT_FIRST:
+            self.q[word] = -1
         self.q[at.W_LAYOUT] = at.LAYOUT_VERSION
         self.raw[0:8] = at.MAGIC
         self.set_phase(PHASE_START)
@@ -229,6 +235,8 @@ def _tick(page: _Page) -> None:
     while True:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
         if page.flight is not None:
             page.flight.poll()
         beats += 1
@@ -460,8 +468,25 @@ def finish_step(
     step of a job. `work_units`: parts of the step (microbatches) that took the seconds."""
     with _page as page:
         page.q[at.W_STEP] = n
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_ISSUED] = page.q[at.W_COLLECTIVES_AT_STEP] = page.count_collectives()
+            page.q[at.W_COLLECTIVES_AT_BEGIN] = -1
         page.add_progress(1, work_units, busy_seconds, exchange_seconds, loading_seconds, 0)
         page.write_phase(phase)
+
+
+def begin_step(phase: str) -> None:
+    """Enters the phase of the step after the one that `finish_step` ended."""
+    with _page as page:
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_AT_BEGIN] = page.count_collectives()
+        page.write_phase(phase)
+
+
+def count_collectives(issued: Callable[[], int]) -> None:
+    """`issued`: the collectives that this process has issued so far, -1 if unknown; called at each beat in a thread of
+    its own, and at the beginning and the end of each step. It must not raise."""
+    _page.count_collectives = issued
 
 
 def update(

@@ -177,7 +177,9 @@ PENDING_MAX = 64
 WORK_PHASES = frozenset({Phase.STEP, Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
 """Phases in which finished units prove that a replica has recovered."""
 
-_POSITION = attrgetter("progress", "phase_entries", "phase", "collectives_done", "collectives_entered")
+_POSITION = attrgetter(
+    *("progress", "phase_entries", "phase", "collectives_done", "collectives_entered", "collectives_issued"),
+)
 """Of a sample: a process whose position changed has made progress."""
 
 

@@ -32,6 +32,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONSEQUENCES = frozenset(
@@ -212,6 +213,8 @@ EXCEPTION_ALIVE_SECONDS = 5.0
 """A process that has finished no work for this long after an exception, while a peer has, counts as crashed."""
 OOM_SECONDS = 5.0
 """A SIGKILL this close to an increase of the host's OOM kill count is attributed to the OOM killer."""
+ABORT_SECONDS = 0.7
+"""How long an exit on SIGABRT waits for the exits of peers."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
 
 
@@ -223,6 +226,7 @@ class CrashStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         fleet, now, found = tick.fleet, tick.now, list[Finding]()
+        skipped = {s.replica for f in tick.findings if f.detector == SKIPPED for s in f.suspects}
         raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
         if not raisers and not fleet.roster.gone:
             return []
@@ -236,6 +240,8 @@ class CrashStage(Stage):
             raised = last_exception(fleet, subject)
             if raised is not None and raised.event.detail.get("fingerprint", "") in tick.explained:
                 continue
+            if subject.replica in skipped or _aborted_just_now(subject, now):
+                continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
                     found.append(_gone(fleet, subject, raised, now))
@@ -244,6 +250,14 @@ class CrashStage(Stage):
                 if idle and any(p.worked_wall > raised.received_wall for p in fleet.peers(subject)):
                     found.append(_given_up(subject, raised, now))
         return found
+
+
+def _aborted_just_now(subject: MonitoredProcess, now: float) -> bool:
+    """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, so recently that
+    the state of that peer may not be known."""
+    signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
+    is_abort = subject.incarnation == UNCOUNTED and signal in ("6", "SIGABRT")
+    return is_abort and now - subject.exit_wall < ABORT_SECONDS
 
 
 def _held_for_peers(

@@ -410,6 +410,12 @@ class Watch:
             return self._clock.wall()  # a line that cannot be read escalates nothing
         return newest.wall_at if newest is not None else None
 
+    def _has_begun(self, incident: Incident) -> bool:
+        """Whether a call of the newest plan was made."""
+        digest = incident.attempt.plan.digest if incident.attempt else ""
+        calls = self._journal.events(kinds=[EventKind.CALL_STARTED], incident_id=incident.incident_id, damaged=[])
+        return any(f":{digest}:" in (e.key or "") for e in calls)
+
     def _append(self, incident: Incident, move: Append) -> None:
         try:
             self._write(move.payload, key=move.key, incident=incident, unless=move.unless)
@@ -475,6 +481,7 @@ class Watch:
         now = self._clock.wall()
         stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
         observing, since = self._config.mode == "observe", self._detector.since
+        paused = self._journal.flag(PAUSED_FLAG)
         if observing and incident.opened_at < since:
             since += REDISCOVERY_SECONDS
         return Situation(
@@ -482,7 +489,8 @@ class Watch:
             fleet=self._fleet(),
             config=self._config,
             incidents=tuple(self._projection.incidents.values()),
-            paused=self._journal.flag(PAUSED_FLAG),
+            paused=paused,
+            begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),

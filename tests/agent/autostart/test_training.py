@@ -28,7 +28,8 @@ class Report:
         self.units: list[tuple[float, float]] = []
         self.exchanges = 0
 
-    def start(self) -> None:
+    def start(self, *, source: str) -> None:
+        assert source == "hooks"
         self.started = True
 
     def is_started(self) -> bool:
@@ -285,7 +286,7 @@ def test_other_threads_do_not_count(job: Job) -> None:
 
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self) -> None:
+        def start(self, *, source: str) -> None:
             raise OSError("no space")
 
     job = Job(Broken())

@@ -422,7 +422,11 @@ class Registry:
         if place in self.num_exits or len(self.num_exits) < NUM_EXITS_MAX:
             self.num_exits[place] = self.num_exits.get(place, 0) + 1
         if tracked.page is not None:
-            detail |= {"last_phase": tracked.page.phase, "step": str(tracked.page.step)}
+            page = tracked.page
+            detail |= {"last_phase": page.phase, "step": str(page.step)}
+            if page.collectives_issued >= 0:
+                numbers = page.collectives_issued, page.collectives_at_step, page.collectives_at_begin
+                detail["collectives"] = " ".join(map(str, (page.progress, *numbers)))
         detail |= status.detail()
         if tracked.log_file:
             detail["log_file"] = tracked.log_file

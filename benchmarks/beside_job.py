@@ -13,6 +13,9 @@ fault after 30 steps or a few more; rank, step and place in the step are drawn b
     raise          an exception                         slow compute   forward and backward pass take twice as long
     slow loader    its batches take twice as long
 
+A collective that is left out is told as a fault of the code, with the rank that left it out: gloo aborts another rank
+then, whose collective has another size.
+
 Right: an incident of the fitting class names that rank alone, its text has the kind of the fault, and no incident names
 another rank, until `SETTLE_SECONDS` later. `cannot tell` names nobody. A healthy job is right if it has no incident.
 Each case is a line of `results/beside_job.jsonl`.
@@ -66,7 +69,7 @@ FAULTS = {
     "stop": Expected(FaultClass.HANG, r"process stopped", 5.0, 40.0),
     "lock": Expected(FaultClass.HANG, r"blocked on a lock", 5.0, 40.0),
     "gil": Expected(FaultClass.HANG, r"holds the interpreter", 5.0, 40.0),
-    "skip": Expected(FaultClass.HANG, r"collective|all_?reduce", 5.0, 40.0),
+    "skip": Expected(FaultClass.USER_CODE, r"left out a collective", 5.0, 40.0),
     "kill": Expected(FaultClass.CRASH, r"signal (9|SIGKILL)", 1.0, 20.0),
     "oom": Expected(FaultClass.CRASH, r"OOM", 1.0, 20.0),
     "raise": Expected(FaultClass.CRASH, r"device-side assert triggered on this rank alone", 1.0, 20.0),

@@ -10,6 +10,7 @@ With `fault` in its argument, rank `rank` writes the wall time to the file `mark
 until the file `mark` + `.go` exists: its memory is limited from outside until then.
 """
 
+import ctypes
 import json
 import math
 import os
@@ -39,6 +40,7 @@ CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 60, 9.0
 EPOCH_STEPS, RELOAD_SECONDS = 80, 6.0
 WARM_UP_STEPS, WARM_UP_FACTOR = 40, 10.0
 ACCUMULATION_MAX = 64
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -270,7 +272,13 @@ def compiled() -> Any:
     return torch.compile(layers, dynamic=False)
 
 
+def end_with_launcher() -> None:
+    """A rank that hangs does not stay when the benchmark ends torchrun."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    end_with_launcher()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train(Plan(**json.loads(sys.argv[1])))

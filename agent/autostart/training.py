@@ -8,11 +8,13 @@ DeepSpeed's ZeRO steps its optimizer once for each parameter group.
 From the second step on the outermost modules that are called with gradients are looked for, and hooked when some are
 found. Then the phase is `step` from the first such call in training mode to the optimizer's end, and `wait` between two
 steps, where a job loads data, evaluates and writes checkpoints: no progress is due there; a forward pass of evaluation
-shows that it goes on. A rank's own time is that of loading, of forward passes and, where the gradients of whole
-parameters are computed in it, of backward passes up to the last gradient: after it, a rank waits for the gradients of
-others. Of sharded parameters (FSDP) no gradient is hooked: their backward passes wait for other ranks all along. Where
-modules cannot be hooked (a compiled job would be compiled again), the phase stays `wait`: steps are shown, and no rank
-is accused for its silence.
+shows that it goes on. Where modules cannot be hooked (a compiled job would be compiled again), the phase stays `wait`:
+steps are shown, and no rank is accused for its silence.
+
+A rank's own time is that of loading, of forward passes and, where the gradients of whole parameters are computed in it,
+of backward passes up to the last gradient: after it, a rank waits for the gradients of others. Of sharded parameters
+(FSDP) no gradient is hooked: their backward passes wait for other ranks all along. Accumulated gradients are as many
+units of work as there are forward passes.
 
 Nothing here raises into the job: after an exception the hooks do nothing any more. A job that uses the reporter itself
 is left to it. Standard library only; torch is what the job has imported.
@@ -45,14 +47,34 @@ class Report(Protocol):
     def start(self, *, source: str) -> None: ...
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
-    def set_step(self, n: int) -> None: ...
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None: ...
+    def finish_step(
+        self,
+        n: int,
+        phase: str,
+        *,
+        work_units: int = 1,
+        busy_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        loading_seconds: float = 0.0,
+    ) -> None: ...
+    def begin_step(self, phase: str) -> None: ...
+    def count_collectives(self, issued: Callable[[], int]) -> None: ...
     def exchange(self) -> None: ...
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether the process can know its rank: an actor of Ray can only if its environment says so."""
     return "RAY_JOB_ID" not in environ or any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+
+
+def issued_collectives() -> int:
+    """Of the default process group of torch.distributed; -1: there is none, or it does not count."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        group = distributed.GroupMember.WORLD
+        return -1 if group is None else int(group._get_sequence_number_for_group())
+    except Exception:  # noqa: BLE001 a private part of torch: the job goes on, without the number
+        return -1
 
 
 _watch: "TrainingWatch | None" = None
@@ -83,11 +105,13 @@ class TrainingWatch:
         self._lead: int | None = None
         self._others = 0
         self._num_steps = 0
+        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", bool)
         self._off = False
         self._ended_at = 0.0  # of the last step
         self._called = False  # a hooked module, since then
         self._began_at: float | None = None  # of the first forward pass of training since then
         self._forward_at: float | None = None  # of the one that runs
+        self._num_passes = 0  # forward passes of training since the last step
         self._own_seconds = 0.0  # in forward and backward passes since the last step
         self._backward_at: float | None = None  # end of the last forward pass, or of the last gradient after it
         self._evaluated = False
@@ -106,8 +130,7 @@ class TrainingWatch:
 
     def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
         """The only way from the job's calls into this file."""
-        compiler: Any = getattr(self._torch, "compiler", None)
-        if hasattr(compiler, "is_compiling") and compiler.is_compiling():
+        if self._is_compiling():
             return  # torch.compile traces this, and gets no further
         if self._off or not (any_thread or threading.get_ident() == self._thread):
             return
@@ -128,6 +151,7 @@ class TrainingWatch:
                 self._off = True  # the job reports itself
                 return
             self._report.start(source=SOURCE)
+            self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
             self._thread = threading.get_ident()
             self._modules.search()
@@ -152,15 +176,21 @@ class TrainingWatch:
     def _stepped(self) -> None:
         now = self._clock()
         self._num_steps += 1
-        self._report.set_step(self._num_steps)
         if self._began_at is None:
-            self._report.progress()
+            self._report.finish_step(self._num_steps, PHASE_WAIT)
         else:
             loading = 0.0 if self._evaluated else self._began_at - self._ended_at
             busy = loading + self._own_seconds
-            self._report.progress(busy_seconds=busy, exchange_seconds=max(0.0, now - self._ended_at - busy))
-        self._report.enter_phase(PHASE_WAIT)
-        self._ended_at, self._began_at, self._own_seconds = now, None, 0.0
+            waited = max(0.0, now - self._ended_at - busy)
+            self._report.finish_step(
+                self._num_steps,
+                PHASE_WAIT,
+                work_units=self._num_passes,
+                busy_seconds=busy,
+                exchange_seconds=waited,
+                loading_seconds=loading,
+            )
+        self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
         self._backward_at = None
         self._called = self._evaluated = False
 
@@ -176,9 +206,10 @@ class TrainingWatch:
                 self._report.enter_phase(PHASE_WAIT)  # again: it is not idle
             return
         self._forward_at = self._clock()
+        self._num_passes += 1
         if self._began_at is None:
             self._began_at = self._forward_at
-            self._report.enter_phase(PHASE_STEP)
+            self._report.begin_step(PHASE_STEP)
 
     def _after_forward(self, module: object) -> None:
         if self._forward_at is not None:

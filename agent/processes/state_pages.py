@@ -62,9 +62,13 @@ class PageState:
     beats: int
     collectives_entered: int
     collectives_done: int
+    collectives_issued: int
+    collectives_at_step: int
+    collectives_at_begin: int
     exchanges: int
     busy_seconds: float
     exchange_seconds: float
+    loading_seconds: float
     work_units: int
     tokens: int
     requests_active: int

@@ -63,6 +63,10 @@ W_LOG_RATIO_MAX = 42
 W_EXCHANGES = 43  # how often this rank began to wait for the other ranks of its replica
 W_EXCHANGE_SECONDS = 44  # float: waited for them inside units of work
 W_TOKENS_HELD = 45  # rollout: tokens of the requests that it holds
+W_LOADING_SECONDS = 46  # float: of the busy seconds, those in which a job loaded data
+W_COLLECTIVES_ISSUED = 47  # of the job's default process group, by torch's count; -1: unknown
+W_COLLECTIVES_AT_STEP = 48  # the same at the end of the last step
+W_COLLECTIVES_AT_BEGIN = 49  # the same at the beginning of the next one; -1: not begun
 NUM_WORDS = 64
 
 HEALTH_WORDS = {

@@ -61,6 +61,10 @@ RECORDER_CHARACTERS_MAX = 20
 PHASE_START, PHASE_STEP = "start", "step"
 """core.telemetry.Phase, which is not imported here."""
 NUM_PHASES_CACHED_MAX = 64
+UNKNOWN_AT_FIRST = (
+    *(at.W_STEP, at.W_POLICY_VERSION, at.W_EXCEPTION_STEP),
+    *(at.W_COLLECTIVES_ISSUED, at.W_COLLECTIVES_AT_STEP, at.W_COLLECTIVES_AT_BEGIN),
+)
 
 _phase_bytes: dict[str, bytes] = {}
 
@@ -88,10 +92,12 @@ class _Page:
         self.failures = 0
         self.waited_seconds = 0.0  # in collectives
         self.flight: FlightRecorderResponder | None = None  # used only by the ticker thread
+        self.count_collectives: Callable[[], int] | None = None
         self.watches = {word: OutlierDetector() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
-        self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
+        for word in UNKNOWN_AT_FIRST:
+            self.q[word] = -1
         self.q[at.W_LAYOUT] = at.LAYOUT_VERSION
         self.raw[0:8] = at.MAGIC
         self.set_phase(PHASE_START)
@@ -147,14 +153,43 @@ class _Page:
         return False
 
     def set_phase(self, name: str) -> None:
-        offset, length = at.A_PHASE
         with self:
-            self.raw[offset : offset + length] = _phase_area(name)
-            self.phase = name
-            self.d[at.W_PHASE_SINCE] = monotonic()
-            self.q[at.W_PHASE_ENTRIES] += 1
-            if not self.work_ident:  # until progress is reported, the thread that enters phases is the working thread
-                self.q[at.W_WORK_TID] = threading.get_native_id()
+            self.write_phase(name)
+
+    def write_phase(self, name: str) -> None:
+        """Inside `with page:` only."""
+        offset, length = at.A_PHASE
+        self.raw[offset : offset + length] = _phase_area(name)
+        self.phase = name
+        self.d[at.W_PHASE_SINCE] = monotonic()
+        self.q[at.W_PHASE_ENTRIES] += 1
+        if not self.work_ident:  # until progress is reported, the thread that enters phases is the working thread
+            self.q[at.W_WORK_TID] = threading.get_native_id()
+
+    def add_progress(
+        self,
+        units: int,
+        work_units: int,
+        busy_seconds: float,
+        exchange_seconds: float,
+        loading_seconds: float,
+        tokens: int,
+    ) -> None:
+        """Inside `with page:` only."""
+        integers, floats = self.q, self.d
+        ident = threading.get_ident()
+        if ident != self.work_ident:
+            self.work_ident = ident
+            integers[at.W_WORK_TID] = threading.get_native_id()
+        integers[at.W_PROGRESS] += units
+        floats[at.W_PROGRESS_AT] = monotonic()
+        if busy_seconds > 0.0:
+            floats[at.W_BUSY_SECONDS] += busy_seconds
+            floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
+            floats[at.W_LOADING_SECONDS] += loading_seconds
+            integers[at.W_WORK_UNITS] += work_units
+        if tokens:
+            integers[at.W_TOKENS] += tokens
 
     def set_training(self, word: int, value: float) -> None:
         """Sets loss, gradient norm or reward, and counts outliers. Inside `with page:` only."""
@@ -201,6 +236,8 @@ def _tick(page: _Page) -> None:
     while True:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
         if page.flight is not None:
             page.flight.poll()
         beats += 1
@@ -374,8 +411,7 @@ class collective(phase):
 
 def exchange() -> None:
     """This rank begins to wait for the other ranks of its replica."""
-    with _page as page:
-        page.q[at.W_EXCHANGES] += 1
+    _page.q[at.W_EXCHANGES] += 1  # one word, which is written at once
 
 
 def set_step(n: int) -> None:
@@ -412,23 +448,53 @@ class step:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
 
-def progress(units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0, tokens: int = 0) -> None:
+def progress(
+    units: int = 1,
+    *,
+    busy_seconds: float = 0.0,
+    exchange_seconds: float = 0.0,
+    loading_seconds: float = 0.0,
+    tokens: int = 0,
+) -> None:
     """`units` of work took `busy_seconds`, beside `exchange_seconds` of waiting for the other ranks of the replica, and
-    gave `tokens` tokens. The caller becomes the working thread."""
+    gave `tokens` tokens. `loading_seconds`: those of `busy_seconds` in which data was loaded. The caller becomes the
+    working thread."""
     with _page as page:
-        integers, floats = page.q, page.d
-        ident = threading.get_ident()
-        if ident != page.work_ident:
-            page.work_ident = ident
-            integers[at.W_WORK_TID] = threading.get_native_id()
-        integers[at.W_PROGRESS] += units
-        floats[at.W_PROGRESS_AT] = monotonic()
-        if busy_seconds > 0.0:
-            floats[at.W_BUSY_SECONDS] += busy_seconds
-            floats[at.W_EXCHANGE_SECONDS] += exchange_seconds
-            integers[at.W_WORK_UNITS] += units
-        if tokens:
-            integers[at.W_TOKENS] += tokens
+        page.add_progress(units, units, busy_seconds, exchange_seconds, loading_seconds, tokens)
+
+
+def finish_step(
+    n: int,
+    phase: str,
+    *,
+    work_units: int = 1,
+    busy_seconds: float = 0.0,
+    exchange_seconds: float = 0.0,
+    loading_seconds: float = 0.0,
+) -> None:
+    """`set_step(n)`, `progress` of one unit and `enter_phase(phase)` in one write: for hooks, which are called in each
+    step of a job. `work_units`: parts of the step (microbatches) that took the seconds."""
+    with _page as page:
+        page.q[at.W_STEP] = n
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_ISSUED] = page.q[at.W_COLLECTIVES_AT_STEP] = page.count_collectives()
+            page.q[at.W_COLLECTIVES_AT_BEGIN] = -1
+        page.add_progress(1, work_units, busy_seconds, exchange_seconds, loading_seconds, 0)
+        page.write_phase(phase)
+
+
+def begin_step(phase: str) -> None:
+    """Enters the phase of the step after the one that `finish_step` ended."""
+    with _page as page:
+        if page.count_collectives is not None:
+            page.q[at.W_COLLECTIVES_AT_BEGIN] = page.count_collectives()
+        page.write_phase(phase)
+
+
+def count_collectives(issued: Callable[[], int]) -> None:
+    """`issued`: the collectives that this process has issued so far, -1 if unknown; called at each beat in a thread of
+    its own, and at the beginning and the end of each step. It must not raise."""
+    _page.count_collectives = issued
 
 
 def update(

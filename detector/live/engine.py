@@ -30,7 +30,8 @@ from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
-from rolecall.detector.live.stages.slow import SlowStage
+from rolecall.detector.live.stages.skipped import SkippedCollectiveStage
+from rolecall.detector.live.stages.slow import SlowLoadingStage, SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
@@ -42,11 +43,13 @@ STAGES: Stages = (
     UserCodeStage,
     WrongNumbersStage,
     NotFiniteStage,
+    SkippedCollectiveStage,
     CrashStage,
     UninstrumentedStage,
     StallStage,
     CollectiveStage,
     DependentStallStage,
+    SlowLoadingStage,
     SlowStage,
     AgentLostStage,
     NcclRasStage,

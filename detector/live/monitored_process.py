@@ -177,7 +177,9 @@ PENDING_MAX = 64
 WORK_PHASES = frozenset({Phase.STEP, Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
 """Phases in which finished units prove that a replica has recovered."""
 
-_POSITION = attrgetter("progress", "phase_entries", "phase", "collectives_done", "collectives_entered")
+_POSITION = attrgetter(
+    *("progress", "phase_entries", "phase", "collectives_done", "collectives_entered", "collectives_issued"),
+)
 """Of a sample: a process whose position changed has made progress."""
 
 
@@ -233,7 +235,7 @@ class NotFinite:
 
 @dataclass(slots=True)
 class SlowMeter:
-    """State of the slow test of one subject (see detector/live/stages/slow.py)."""
+    """State of the slow test of one part of a subject's work (see detector/live/stages/slow.py)."""
 
     start: ProcessSample | None = None  # start of the current stride
     censored_at: float = 0.0  # node time of the last observation of an unfinished unit
@@ -256,6 +258,11 @@ class SlowMeter:
     peers: int = 0
     alarmed: bool = False
     alarmed_wall: float = 0.0  # start of the alarm
+
+    def copied(self) -> "SlowMeter":
+        other = copy(self)
+        other.pending = self.pending.copy()
+        return other
 
 
 @dataclass(slots=True)
@@ -289,6 +296,7 @@ class MonitoredProcess:
     closed_wall: float = 0.0  # 0: current; else time when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # watcher's wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
+    slow_loading: SlowMeter = field(default_factory=SlowMeter)
     not_finite: NotFinite = field(default_factory=NotFinite)
     sample_seconds: float = 0.0  # usual time between two samples
     key: Key = field(init=False)
@@ -303,8 +311,7 @@ class MonitoredProcess:
         other.halted, other.starved = copy(self.halted), copy(self.starved)
         other.phases_done, other.rests = set(self.phases_done), dict(self.rests)
         other.not_finite = replace(self.not_finite, values=dict(self.not_finite.values))
-        other.slow = copy(self.slow)
-        other.slow.pending = self.slow.pending.copy()
+        other.slow, other.slow_loading = self.slow.copied(), self.slow_loading.copied()
         return other
 
     @property
@@ -359,7 +366,7 @@ def phase_text(phase: str, step: int) -> str:
 
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
     """Initializes from the first sample: counters are per process, so work finished so far counts."""
-    subject.slow.start = sample
+    subject.slow.start = subject.slow_loading.start = sample
     if sample.phase in WORK_PHASES:
         subject.worked = sample.progress
 

@@ -67,9 +67,13 @@ class ProcessSample:
     beats: int = 0  # ticks of a Python side thread: grows while the interpreter can run bytecode
     collectives_entered: int = 0
     collectives_done: int = 0
+    collectives_issued: int = -1  # by torch's count, of the default process group; -1: unknown
+    collectives_at_step: int = -1  # the same at the end of the last step of a job that names no phases
+    collectives_at_begin: int = -1  # the same at the beginning of the next step; -1: not begun
     exchanges: int = 0  # begun with other ranks of its replica; of two that stand still, the lower is waited for
     busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches), without the next
     exchange_seconds: float = 0.0  # waited in work units for the other ranks of its replica
+    loading_seconds: float = 0.0  # of the busy seconds, those in which a job that names no phases loaded data
     work_units: int = 0  # number of finished work units in busy_seconds
     tokens: int = 0
     requests_active: int = 0

@@ -25,6 +25,7 @@ from rolecall.core.telemetry import (
 from rolecall.core.text import counted
 from rolecall.detector.live.monitored_process import TRAINING_VALUES
 from rolecall.detector.live.run_panels import PEERS_MIN
+from rolecall.detector.live.stages.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
 from rolecall.detector.live.stages.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
 from rolecall.detector.live.stages.wait import RANKS_MIN
 
@@ -321,12 +322,19 @@ def _collectives(at: _At) -> _Answer:
         return _Answer(Can.YES, "it counts those that it enters")
     if rank.newest.exchanges:
         return _Answer(Can.YES, "it counts its waits for the other ranks")
+    if rank.newest.collectives_issued >= 0:
+        return _Answer(Can.YES, "torch's count of those of its default process group")
+    return _dumps(at)
+
+
+def _dumps(at: _At) -> _Answer:
+    """Of its Flight Recorder."""
     match at.recorder:
         case Can.YES:
             return _answer_with_token(at, "Flight Recorder dumps, during an incident")
         case Can.PARTLY:
             return _Answer(Can.PARTLY, "TORCH_FR_BUFFER_SIZE is not set: torch's own default decides", SET_RECORDER)
-    if rank.reports:
+    if at.rank.reports:
         return _Answer(Can.NO, "PyTorch's Flight Recorder is off", SET_RECORDER)
     return _Answer(Can.NO, "no Flight Recorder dump without the reporter", at.how_to_report)
 
@@ -460,13 +468,15 @@ def _hang_at_lock(at: _At) -> _Answer:
 
 
 def _holds_up(at: _At) -> _Answer:
-    seen = _collectives(at)
-    if seen.can in (Can.NONE, Can.YES):
+    seen, newest, dumps = _collectives(at), at.rank.newest, _dumps(at)
+    if seen.can is Can.NONE or newest.collectives_entered or newest.exchanges:
         return seen
-    stacks = _stacks(at)
-    if at.rank.reports and stacks.can is Can.YES:
-        return _Answer(Can.PARTLY, f"where stacks show it; {seen.because}", seen.fix)
-    return _Answer(Can.NO, seen.because, seen.fix)
+    if dumps.can is Can.YES:
+        return dumps
+    by = ["where stacks show it"] if at.rank.reports and _stacks(at).can is Can.YES else []
+    if newest.collectives_issued >= 0 and at.of_replica >= RANKS_THAT_COUNT_MIN:
+        by.append("where it has left one out")
+    return _Answer(Can.PARTLY if by else Can.NO, "; ".join([*by, dumps.because]), dumps.fix)
 
 
 def _slow(at: _At) -> _Answer:

@@ -82,6 +82,7 @@ def of_first(ranks: tuple[RankFacts, ...], node: NodeState = AGENT, **more: Any)
 
 SEEN, NAMED, REPLACED = About.SEEN, About.NAMED, About.REPLACED
 HOOKED = reporting(source="hooks", busy_seconds=9.0, exchanges=90)
+COUNTED = reporting(source="hooks", busy_seconds=9.0, collectives_issued=300)
 SHORT_STEPS = tuple(replace(r, samples=r.samples[:1]) for r in HOOKED)
 COMPILED = tuple(
     rank_of(sample(n, phase=Phase.WAIT, progress=100, step=100, phase_entries=101), source="hooks") for n in range(2)
@@ -143,6 +144,8 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
     "a lock": (HOOKED, AGENT, NAMED, "hang at a lock", Y, "its line by its stack", ""),
     "a lock without its line": (HOOKED, NO_STACKS, NAMED, "hang at a lock", P, "not its line", "rolecall doctor"),
     "who is waited for": (HOOKED, AGENT, NAMED, "rank that holds up a collective", Y, "waits", ""),
+    "torch's count": (COUNTED, NO_TOKEN, SEEN, "collectives", Y, "torch's count", ""),
+    "one left out": (COUNTED, NO_TOKEN, NAMED, "rank that holds up a collective", P, "has left one out", "TORCH_FR"),
     "slow by its time": (HOOKED, AGENT, NAMED, "slow", Y, "against 3 peers", ""),
     "slow alone": (reporting(1, busy_seconds=9.0), AGENT, NAMED, "slow", P, "no peer", ""),
     "compiled": (COMPILED, AGENT, SEEN, "phases", N, "compiled", "two lines"),

@@ -26,7 +26,7 @@ from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
 from rolecall.cli.main import main
 from rolecall.core.clock import SystemClock
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import EvidenceKind, FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
@@ -61,6 +61,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 BEARER = f"Bearer {bearer_token(TOKEN)}"
 INCIDENT = "inc-1-trainer-1"
 STALL = "exec('def wait_for_data():\\n import threading\\n threading.Event().wait()\\nwait_for_data()')"
+STALL_IN_COLLECTIVE = STALL.replace("wait_for_data", "all_reduce")
 
 
 @pytest.fixture
@@ -142,6 +143,47 @@ def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentP
     assert stat.S_IMODE(os.stat(run.path / names[0]).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(run.path / "evidence").st_mode) == 0o700
     pull.close()
+
+
+def test_a_suspicion_is_decided_by_stacks_that_are_not_kept(
+    run: RunDir, agent: AgentProcess, children: list[Child]
+) -> None:
+    for child in (children[0], children[2]):
+        child.execute(STALL_IN_COLLECTIVE)
+    children[1].execute(STALL)
+    fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
+    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, lambda: fleet, SystemClock())
+    suspicion = replace(diagnosis(fleet), fault_class=FaultClass.CANNOT_TELL)
+    found: list[Finding] = []
+
+    def decided() -> bool:
+        pull.probe([suspicion])  # as after each observation
+        found.extend(pull.findings())
+        return bool(found)
+
+    eventually(decided, "the stacks are read")
+    assert [s.replica for s in found[0].suspects] == ["trainer/1"]
+    assert not (run.path / "evidence").exists() and not pull.collected()
+    pull.close()
+
+
+@pytest.mark.parametrize(("function", "accused"), [("wait_for_data", True), ("save_checkpoint", False)])
+def test_a_rank_that_writes_a_checkpoint_is_not_accused(tmp_path: Path, function: str, accused: bool) -> None:
+    files = []
+    for rank_, name in enumerate(("all_reduce", function, "all_reduce", "all_reduce")):
+        path = tmp_path / f"trainer-0_rank{rank_}.json"
+        file = "torch/distributed/distributed_c10d.py" if name == "all_reduce" else "train.py"
+        frames = [{"name": name, "filename": file}, {"name": "train", "filename": "train.py"}]
+        thread = {"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": frames}
+        path.write_text(json.dumps([thread]))
+        process = ProcessId(node=NodeId(NODE), pid=10 + rank_, start_ticks=1)
+        who = Suspect(
+            node=NodeId(NODE), role="trainer", replica="trainer/0", rank=rank_, incarnation=0, process=process
+        )
+        files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=True))
+    analysis = analyse_evidence(files)
+    assert [s.rank for f in analysis.findings for s in f.suspects] == [1]
+    assert bool(analysis.of_a_suspicion()) is accused
 
 
 def recording(child: Child, content: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONSEQUENCES = frozenset(
@@ -201,8 +202,9 @@ def _code_finding(
     )
 
 
-EXCEPTION_GRACE_SECONDS = 2.0
-"""How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other."""
+EXCEPTION_GRACE_SECONDS, EXCEPTION_GRACE_SECONDS_MIN = 2.0, 0.4
+"""How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other. Less in
+a job whose steps are shorter (`_grace_seconds`)."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0
 """Time for peers to finish the step in which one of them failed: detect the loss, rebuild the group (2.7 s measured on
 CPU) and restart the step. Recovery waits slightly longer (`recovery.triage.LOST_GRACE_SECONDS`) before it repairs a
@@ -211,6 +213,8 @@ EXCEPTION_ALIVE_SECONDS = 5.0
 """A process that has finished no work for this long after an exception, while a peer has, counts as crashed."""
 OOM_SECONDS = 5.0
 """A SIGKILL this close to an increase of the host's OOM kill count is attributed to the OOM killer."""
+ABORT_SECONDS = 0.7
+"""How long an exit on SIGABRT waits for the exits of peers."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
 
 
@@ -222,6 +226,7 @@ class CrashStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         fleet, now, found = tick.fleet, tick.now, list[Finding]()
+        skipped = {s.replica for f in tick.findings if f.detector == SKIPPED for s in f.suspects}
         raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
         if not raisers and not fleet.roster.gone:
             return []
@@ -235,6 +240,8 @@ class CrashStage(Stage):
             raised = last_exception(fleet, subject)
             if raised is not None and raised.event.detail.get("fingerprint", "") in tick.explained:
                 continue
+            if subject.replica in skipped or _aborted_just_now(subject, now):
+                continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
                     found.append(_gone(fleet, subject, raised, now))
@@ -245,11 +252,19 @@ class CrashStage(Stage):
         return found
 
 
+def _aborted_just_now(subject: MonitoredProcess, now: float) -> bool:
+    """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, so recently that
+    the state of that peer may not be known."""
+    signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
+    is_abort = subject.incarnation == UNCOUNTED and signal in ("6", "SIGABRT")
+    return is_abort and now - subject.exit_wall < ABORT_SECONDS
+
+
 def _held_for_peers(
     fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
 ) -> bool:
     waited = now - raised.received_wall
-    if waited < EXCEPTION_GRACE_SECONDS:
+    if waited < _grace_seconds(fleet, subject):
         return True
     if waited >= EXCEPTION_HOLD_SECONDS_MAX:
         return False
@@ -258,6 +273,15 @@ def _held_for_peers(
     if not blames_code(raised):
         return False
     return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
+
+
+def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> float:
+    """A step of a job that names no phases lasts as long as both of its phases."""
+    gaps = [fleet.gaps.p99(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
+    if subject.incarnation != UNCOUNTED or None in gaps:
+        return EXCEPTION_GRACE_SECONDS
+    step = sum(gap for gap in gaps if gap is not None)
+    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, step))
 
 
 def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:
@@ -292,7 +316,7 @@ def _gone(
     if lost_peer:
         reported += "; this follows from the loss of another process, so the cause is not known"
     signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
-    oom = abs(subject.exit_wall - struck) <= OOM_SECONDS and signal in SIGKILL_NAMES
+    oom = signal in SIGKILL_NAMES and (detail.get("cause") == "oom" or abs(subject.exit_wall - struck) <= OOM_SECONDS)
     killer = "; the host's OOM killer was active at that moment" if oom else ""
     because = f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}{killer}"
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall

@@ -17,11 +17,16 @@ the reference is the deviation of the other roles from their baselines, and the 
 Ranks of a replica that compute together finish each unit at the same time. Their busy seconds leave out what they wait
 for each other, so that only the slow one takes longer. Where such waits are not seen (rl_runtime/exchanges.py), all of
 them look slow, and the replica is named without a rank.
+
+The seconds in which a job loads its data, where they are known, are a part of its work with a test of their own: a
+loader that is twice as slow is found although it is a small part of a step (`LOADING`). It must cost at least
+`PART_SHARE_MIN` of the usual work.
 """
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -38,6 +43,21 @@ PEER_AGE_SECONDS = 10.0
 """Maximum age of a peer's residual in the comparison."""
 RISING_SUM = 1.0
 """A peer whose CUSUM exceeds this (about two strides of a factor of 2.5) may be slow; learning is then suspended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkPart:
+    """What a test is about. `meter`: its state in a process; `seconds`: cumulative in a sample."""
+
+    text: str
+    meter: Callable[[MonitoredProcess], SlowMeter]
+    seconds: Callable[[ProcessSample], float]
+
+
+WORK = WorkPart("", lambda s: s.slow, lambda p: p.busy_seconds)
+LOADING = WorkPart(" in loading its data", lambda s: s.slow_loading, lambda p: p.loading_seconds)
+PART_SHARE_MIN = 0.1
+"""Of the usual seconds per unit of all work."""
 
 
 @dataclass(slots=True)
@@ -68,7 +88,8 @@ class _RoleResiduals:
 class SlowPeers:
     """Per role: the residuals no older than `PEER_AGE_SECONDS`, and the processes that may be slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: WorkPart = WORK) -> None:
+        self._part = part
         self._roles: dict[str, _RoleResiduals] = {}
         self._made_of = -1
 
@@ -77,8 +98,9 @@ class SlowPeers:
         if self._made_of != roster.changes:
             self._made_of = roster.changes
             self._roles = {}
-            for s in sorted(roster, key=lambda s: s.slow.residual_wall):
-                if s.slow.residual_wall and not s.gone:
+            meter = self._part.meter
+            for s in sorted(roster, key=lambda s: meter(s).residual_wall):
+                if meter(s).residual_wall and not s.gone:
                     self.note(s)
                 self.note_sum(s)
         for role in self._roles.values():
@@ -86,12 +108,13 @@ class SlowPeers:
 
     def note(self, s: MonitoredProcess) -> None:
         """Records a new residual of `s`."""
-        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, s.slow.smooth, s.slow.residual_wall)
+        meter = self._part.meter(s)
+        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, meter.smooth, meter.residual_wall)
 
     def note_sum(self, subject: MonitoredProcess) -> None:
         """Records a new CUSUM value of `subject`."""
         rising = self._roles.setdefault(subject.role, _RoleResiduals()).rising
-        if subject.slow.cusum >= RISING_SUM:
+        if self._part.meter(subject).cusum >= RISING_SUM:
             rising.add(subject.key)
         else:
             rising.discard(subject.key)
@@ -177,6 +200,12 @@ class SlowState:
     baselines: dict[tuple[str, int], LoadBaseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
     peers: SlowPeers = field(init=False, default_factory=SlowPeers)
+    part: WorkPart = field(init=False, default=WORK)
+
+    def about(self, part: WorkPart) -> "SlowState":
+        """The same state, for a test of this part."""
+        self.part, self.peers = part, SlowPeers(part)
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +218,11 @@ class WorkObservation:
     starved_share: float  # of its busy time
 
 
-def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None) -> WorkObservation | None:
+def measure(
+    subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None, part: WorkPart = WORK
+) -> WorkObservation | None:
     """The observation completed by the subject's newest sample, if any. Advances its stride."""
-    sample, meter = subject.sample, subject.slow
+    sample, meter = subject.sample, part.meter(subject)
     if sample is None or subject.gone:
         return None
     start = meter.start
@@ -199,7 +230,7 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
         meter.start = sample
         return None
     if sample.work_units == start.work_units:
-        return _censored(subject, sample, meter, stride_seconds, gap_p99)
+        return _censored(subject, sample, meter, stride_seconds, gap_p99) if part is WORK else None
     seconds = sample.at - start.at
     if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
         return None
@@ -209,13 +240,13 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
         return None
     expected_busy = (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
     if not meter.expected_seconds_per_unit:  # no baseline is known yet
-        expected_busy = sample.busy_seconds - start.busy_seconds
+        expected_busy = part.seconds(sample) - part.seconds(start)
     enough = expected_busy >= BUSY_SECONDS_MIN
     if not enough and seconds < STRIDE_SECONDS_MAX:
         return None
     meter.start, meter.censored_at = sample, sample.at
     meter.waited_share = _waited_share(start, sample)
-    return _closed(start, sample) if enough else None
+    return _closed(start, sample, part) if enough else None
 
 
 SAMPLE_FRESH_SECONDS = 0.25
@@ -232,9 +263,9 @@ def _waited_share(start: ProcessSample, sample: ProcessSample) -> float:
     return waited / inside if inside > 0 else 0.0
 
 
-def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | None:
-    busy = sample.busy_seconds - start.busy_seconds
-    starved = starved_seconds(start, sample)
+def _closed(start: ProcessSample, sample: ProcessSample, part: WorkPart) -> WorkObservation | None:
+    busy, whole = part.seconds(sample) - part.seconds(start), sample.busy_seconds - start.busy_seconds
+    starved = starved_seconds(start, sample) * (busy / whole if whole > 0 else 1.0)
     if busy <= 0 or starved > STARVED_SHARE_MAX * busy:
         return None
     units = sample.work_units - start.work_units
@@ -319,7 +350,10 @@ def update(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, 
     for subject in fleet.sampled:  # without a new sample nothing becomes due
         if subject.closed_wall:
             continue
-        work = measure(subject, config.slow_stride_seconds, fleet.gaps.p99(subject.role, subject.phase))
+        if state.part is not WORK and subject.sample is not None and not state.part.seconds(subject.sample):
+            continue  # it does not report this part
+        gap_p99 = fleet.gaps.p99(subject.role, subject.phase)
+        work = measure(subject, config.slow_stride_seconds, gap_p99, state.part)
         if work is not None:
             _observe(state, fleet, subject, work, config, now)
 
@@ -332,7 +366,7 @@ def _observe(
     config: DetectorConfig,
     now: float,
 ) -> None:
-    role, meter = subject.role, subject.slow
+    role, meter = subject.role, state.part.meter(subject)
     log_seconds = math.log(work.seconds_per_unit)
     habit = expected(state, role, work.load)
     if habit is None:
@@ -348,7 +382,7 @@ def _observe(
     if not meter.peers:
         if work.starved_share > ALONE_STARVED_SHARE_MAX:
             return
-        reference = _fleet_shift(fleet, subject, now)
+        reference = _fleet_shift(fleet, subject, now, state.part)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
     terms = sensitivity(config, meter.peers)
     drift, limit = terms.drift, _threshold(state, role, config, terms)
@@ -397,13 +431,10 @@ def _learn_from(
     )
 
 
-def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> float:
+def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float, part: WorkPart) -> float:
     """Median deviation of all other processes from their baselines: the whole host may have become slower."""
-    others = [
-        s.slow.smooth - s.slow.offset
-        for s in fleet.current()
-        if s.key != subject.key and s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS
-    ]
+    meters = (part.meter(s) for s in fleet.current() if s.key != subject.key)
+    others = [m.smooth - m.offset for m in meters if m.residual_wall and now - m.residual_wall <= PEER_AGE_SECONDS]
     return median(others) if others else 0.0
 
 
@@ -436,31 +467,44 @@ def _threshold(state: SlowState, role: str, config: DetectorConfig, terms: Sensi
 
 class SlowStage(Stage):
     name = "slow"
+    part = WORK
 
     def __init__(self) -> None:
         self.state: SlowState = SlowState()
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        fleet, now = tick.fleet, tick.now
+        fleet, now, meter = tick.fleet, tick.now, self.part.meter
+        if self.state.part is not self.part:  # new, or restored
+            self.state = self.state.about(self.part)
         update(self.state, fleet, tick.config, now)
-        alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
+        alarmed = [s for s in fleet.current() if meter(s).alarmed and not s.gone and not s.finished]
         found: dict[Key | str, Finding] = {}
         for s in alarmed:
             ranks = _computing_together(fleet, s)
             fault = s.replica if len(ranks) > 1 else s.key
-            if fault not in found and not _may_be_of_a_majority(fleet, s, now):
+            if self._matters(s) and fault not in found and not _may_be_of_a_majority(fleet, s, self.part, now):
                 found[fault] = _finding(self.state, s, ranks, tick.config, now)
         return list(found.values())
 
+    def _matters(self, subject: MonitoredProcess) -> bool:
+        meter, usual = self.part.meter(subject), subject.slow.expected_seconds_per_unit
+        lost = meter.seconds_per_unit - meter.expected_seconds_per_unit
+        return self.part is WORK or (usual > 0 and lost >= PART_SHARE_MIN * usual)
 
-def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
+
+class SlowLoadingStage(SlowStage):
+    name = "slow_loading"
+    part = LOADING
+
+
+def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, part: WorkPart, now: float) -> bool:
     """Whether more peers may follow, so that this process must not be named alone yet. If only one process is slow, its
     peers appear fast."""
-    if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
+    if now - part.meter(subject).alarmed_wall >= MAJORITY_WAIT_SECONDS:
         return False
-    peers = list(fleet.peers(subject))
-    coming = sum(p.slow.cusum >= RISING_SUM and not p.slow.alarmed for p in peers)
-    slow = 1 + coming + sum(p.slow.alarmed for p in peers)
+    peers = [part.meter(p) for p in fleet.peers(subject)]
+    coming = sum(p.cusum >= RISING_SUM and not p.alarmed for p in peers)
+    slow = 1 + coming + sum(p.alarmed for p in peers)
     return coming > 0 and 2 * slow > 1 + len(peers)
 
 
@@ -475,7 +519,8 @@ def _finding(
     state: SlowState, subject: MonitoredProcess, ranks: list[MonitoredProcess], config: DetectorConfig, now: float
 ) -> Finding:
     """`ranks`: see `_computing_together`. Where several of them look slow, their replica is named without a rank."""
-    meter = subject.slow
+    part = state.part
+    meter = part.meter(subject)
     ratio = math.exp(meter.ratio_log)
     limit = _threshold(state, subject.role, config, sensitivity(config, meter.peers))
     against = (
@@ -483,12 +528,13 @@ def _finding(
         if meter.peers
         else "its own history (no peer is at work)"
     )
-    slow = [s for s in ranks if s is subject or s.slow.cusum >= RISING_SUM]
+    slow = [s for s in ranks if s is subject or part.meter(s).cusum >= RISING_SUM]
     waits = _waits(subject, [s for s in ranks if s is not subject]) if len(slow) == 1 else None
     if len(slow) > 1:
-        who, it = f"{names(slow)} are slow, and which of them the others wait for is not seen", f"rank {subject.rank}"
+        them = "are slow, and which of them the others wait for is not seen"
+        who, it = f"{names(slow)}{part.text} {them}", f"rank {subject.rank}"
     else:
-        who, it = f"{subject.name()} is slow", "it"
+        who, it = f"{subject.name()} is slow{part.text}", "it"
     because = (
         f"{who}: {f'{waits.text}; ' if waits else ''}for {now - meter.rising_since:.0f} s "
         f"({meter.rising_strides} strides) {it} has "

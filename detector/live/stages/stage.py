@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
-from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, UNCOUNTED, AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import (
     BEATS,
@@ -68,6 +68,8 @@ class Stall:
     deadline: Deadline
     clocks: ProgressClocks
     beats_stopped: bool
+    awaited: bool = False
+    """Other ranks of its replica have begun to wait for it."""
 
     @property
     def ripe(self) -> bool:
@@ -104,7 +106,9 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     """Deadline of the subject's next heartbeat."""
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
-        return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+        learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+        # Between two steps a job compiles and forks, too, which holds the interpreter: for CPU time above all.
+        return replace(learned, effective_share=1.0) if subject.phase == Phase.WAIT else learned
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
     return learned_deadline(None, config)
@@ -127,7 +131,17 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
             found.append(Stall(subject, beat_deadline(fleet, subject, config), subject.beat, True))
         elif subject.progress_due:
             found.append(Stall(subject, phase_deadline(fleet, subject, config), subject.stall, False))
-    return [s for s in found if not _waits_in_its_replica(s, found)]
+    waiting = [s for s in found if _waits_in_its_replica(s, found)]
+    if not waiting:
+        return found
+    waits = {w.subject.key for w in waiting}
+    # Of jobs that rolecall did not start: the phases of its own say what a rank waits for.
+    held_up = {_replica_of(w) for w in waiting if w.subject.incarnation == UNCOUNTED}
+    return [replace(s, awaited=_replica_of(s) in held_up) for s in found if s.subject.key not in waits]
+
+
+def _replica_of(stall: Stall) -> tuple[str, int]:
+    return stall.subject.replica, stall.subject.incarnation
 
 
 def _waits_in_its_replica(stall: Stall, found: list[Stall]) -> bool:
@@ -164,10 +178,12 @@ def _generates_silently(stall: Stall) -> bool:
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:
-    """Independent stalls: without heartbeat, or in a phase that does not depend on other processes."""
+    """Independent stalls: without heartbeat, waited for, or in a phase that does not depend on other processes."""
     waits = dependents(all_stalls)
     return [
-        s for n, s in enumerate(all_stalls) if s.beats_stopped or not (s.subject.phase == Phase.REDUCE or n in waits)
+        s
+        for n, s in enumerate(all_stalls)
+        if s.beats_stopped or s.awaited or not (s.subject.phase == Phase.REDUCE or n in waits)
     ]
 
 

@@ -61,6 +61,12 @@ _FROM_PAGE = (
         "Wall time inside units of work in which the process waited for the other ranks of its replica",
         detect=False,
     ),
+    _process(
+        "loading_seconds_total",
+        "loading_seconds",
+        "Wall time inside the busy seconds in which a job that names no phases loaded data",
+        detect=False,
+    ),
     _process("process_work_units_total", "work_units", "Units of work counted in the busy seconds"),
     _process("process_tokens_total", "tokens", "Tokens generated (rollout) or trained on (trainer)"),
     _process("process_requests_active", "requests_active", "Requests that the engine holds"),

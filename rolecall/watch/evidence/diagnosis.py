@@ -49,6 +49,10 @@ class EvidenceAnalysis:
     knows_stopped: bool = False
     at_rest: set[Suspect] = field(default_factory=set)
 
+    def of_a_suspicion(self) -> list[Finding]:
+        """Only findings about processes at rest: one that writes a checkpoint also holds the others up."""
+        return [f for f in self.findings if f.fault_class.spec.settles_ties and self.at_rest.issuperset(f.suspects)]
+
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
     """Never raises UnreadableInput: external files may contain anything. Where a process is known to be stopped, no

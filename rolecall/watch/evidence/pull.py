@@ -270,15 +270,13 @@ class EvidencePull:
         self._record(job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds)
 
     def _pull_probe(self, job: _Job) -> None:
-        """Only a finding about a process at rest counts: one that writes a checkpoint also holds the others up."""
+        """Its files are not kept."""
         started_at = self._clock.monotonic()
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         with tempfile.TemporaryDirectory(prefix="rolecall-stacks-") as folder:
             kept, _ = self._kept(job, Path(folder) / "stacks", answers, started_at + 2 * self._deadline_seconds)
             analysis = analyse_evidence(kept)
-        self._findings.extend(
-            f for f in analysis.findings if f.fault_class.spec.settles_ties and analysis.at_rest.issuperset(f.suspects)
-        )
+        self._findings.extend(analysis.of_a_suspicion())
 
     def _kept(
         self, job: _Job, folder: Path, answers: Sequence[_EvidenceResponse], until: float

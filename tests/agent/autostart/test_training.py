@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,8 @@ class Report:
         self.phases: list[str] = []
         self.steps: list[int] = []
         self.units: list[tuple[float, float]] = []
+        self.loading: list[float] = []
+        self.passes: list[int] = []
         self.exchanges = 0
 
     def start(self, *, source: str) -> None:
@@ -38,12 +40,28 @@ class Report:
     def enter_phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def set_step(self, n: int) -> None:
+    def finish_step(
+        self,
+        n: int,
+        phase: str,
+        *,
+        work_units: int = 1,
+        busy_seconds: float = 0.0,
+        exchange_seconds: float = 0.0,
+        loading_seconds: float = 0.0,
+    ) -> None:
+        assert loading_seconds <= busy_seconds
         self.steps.append(n)
-
-    def progress(self, units: int = 1, *, busy_seconds: float = 0.0, exchange_seconds: float = 0.0) -> None:
-        assert units == 1
         self.units.append((busy_seconds, exchange_seconds))
+        self.loading.append(loading_seconds)
+        self.passes.append(work_units)
+        self.enter_phase(phase)
+
+    def begin_step(self, phase: str) -> None:
+        self.enter_phase(phase)
+
+    def count_collectives(self, issued: Callable[[], int]) -> None:
+        assert issued() == -1, "this process has no process group"
 
     def exchange(self) -> None:
         self.exchanges += 1
@@ -133,6 +151,7 @@ def test_a_backward_pass_is_own_work_up_to_its_last_gradient(job: Job) -> None:
     assert not report.exchanges, "in this step the order of the gradients is looked at"
     job.step(loading=0.5, forward=2.0, gradients=1.0, backward=3.0, accumulated=2)
     assert report.exchanges == 2 and report.units[-1] == (pytest.approx(6.5), pytest.approx(6.0))
+    assert report.loading[-1] == pytest.approx(0.5) and report.passes[-1] == 2
     hooked = [len(p._post_accumulate_grad_hooks or {}) for p in job.model.parameters()]  # type: ignore[attr-defined]
     assert sum(hooked) == 1
     job.watch.stand_down()
@@ -232,7 +251,7 @@ def test_a_model_that_is_compiled_later_still_shows_its_steps(job: Job, monkeypa
 def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     report = warm(job)
     del report.phases[:]
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(job.watch, "_is_compiling", lambda: True)
     job.model(torch.ones(1, 2))
     job.watch.after_optimizer(job.optimizer, (), {})
     assert report.phases == [] and report.steps[-1] == 2
@@ -245,10 +264,11 @@ def test_a_hooked_model_is_copied_and_saved_without_rolecall(job: Job, tmp_path:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     assert [type(h) for h in (*model._forward_pre_hooks.values(), *model._forward_hooks.values())] == [Hook, Hook]
+    expected = model.eval()(torch.ones(1, 2))
     del job.report.phases[:]
 
     copied = copy.deepcopy(copy.deepcopy(model))
-    assert torch.equal(copied(torch.ones(1, 2)), model.eval()(torch.ones(1, 2)))
+    assert torch.equal(copied(torch.ones(1, 2)), expected)
     assert job.report.phases == [], "a copy reports nothing"
     assert not any(p._post_accumulate_grad_hooks for p in copied.parameters())  # type: ignore[attr-defined]
 

@@ -41,19 +41,21 @@ def test_reports_are_on_the_page(child: Child) -> None:
         "reporter.set_step(7); reporter.enter_phase('compute')",
         "reporter.progress(busy_seconds=0.5); reporter.progress(3)",
         "reporter.progress(2, busy_seconds=0.25, exchange_seconds=0.75, tokens=9)",
+        "reporter.exchange(); reporter.finish_step(8, 'wait', busy_seconds=0.5, loading_seconds=0.25)",
         "reporter.update(epoch=3, policy_version=6, requests_active=5, tokens_held=70, loss=1.5, grad_norm=float('inf'))",
     )
     page = PageReader(child.page).read()
     assert (page.replica, page.rank, page.incarnation, page.pid) == ("trainer/1", 0, 4, child.pid)
     assert page.start_ticks == child.start_ticks
-    assert (page.step, page.phase, page.epoch, page.policy_version) == (7, "compute", 3, 6)
-    assert (page.progress, page.work_units, page.busy_seconds, page.exchange_seconds) == (6, 3, 0.75, 0.75)
+    assert (page.step, page.phase, page.epoch, page.policy_version) == (8, "wait", 3, 6)
+    assert (page.progress, page.work_units, page.busy_seconds, page.exchange_seconds) == (7, 4, 1.25, 0.75)
+    assert (page.loading_seconds, page.exchanges) == (0.25, 1)
     assert page.tokens == 9
     assert page.tokens_held == 70
     assert (page.requests_active, page.loss, page.grad_norm) == (5, 1.5, sys.float_info.max)
     assert math.isnan(page.reward)
     assert page.work_tid == child.pid  # its main thread reported the progress
-    assert 0 < page.phase_since <= page.progress_at
+    assert 0 < page.progress_at <= page.phase_since, "the step was finished, then the phase was entered"
     assert page.exception is None and not page.finished
     assert page.proven_by(secret("trainer/1", incarnation=4))
     assert not page.proven_by(secret("trainer/1", incarnation=5))
@@ -345,7 +347,7 @@ def test_no_call_costs_more_than_a_few_stores() -> None:
 
     reporter.progress(0)  # the thread is known from here on
     calls = _calls(lambda: reporter.progress(1, busy_seconds=0.1, tokens=3))
-    assert calls == sorted(["python", "python", "python", "acquire", "get_ident", "monotonic", "release"])
+    assert calls == sorted([*4 * ["python"], "acquire", "get_ident", "monotonic", "release"])
 
 
 def test_an_exception_is_only_queued_by_the_caller(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""A rank has left a collective out: the others wait in one that it never entered, or fail in it.
+
+torch counts the collectives of the default process group, and all of its ranks enter the same ones. A rank that begins
+its next step with fewer since the last one than another rank has entered, without beginning, has gone on alone. From
+then on its collectives meet others of its peers: they hang, or one of them is aborted for a size that does not fit.
+
+The numbers are those of torch's hooks (`rolecall exec`): in the samples while processes live, in their exits after it.
+A fault of the code or its input, not of a machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import UNCOUNTED
+from rolecall.core.text import counted
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import finding, names
+from rolecall.detector.live.stages.stage import Stage, Tick
+
+DETECTOR = "skipped_collective"
+RANKS_MIN = 3
+"""Of two ranks, either may be the one that is wrong."""
+STANDING_SECONDS = 1.0
+COLLECTIVES = "collectives"
+"""Detail of an exit: issued, at the end of the last step, at the beginning of the next; -1: not begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: steps finished, and collectives entered since the last one; exact once the next has begun."""
+
+    subject: MonitoredProcess
+    steps: int
+    between: int
+    begun: bool
+
+
+class SkippedCollectiveStage(Stage):
+    name = DETECTOR
+
+    def evaluate(self, tick: Tick) -> Sequence[Finding]:
+        replicas = {
+            s.replica
+            for s in tick.fleet.current()
+            if s.incarnation == UNCOUNTED and (s.gone or s.stall.wall >= STANDING_SECONDS)
+        }
+        found = (self._judge(tick, replica) for replica in sorted(replicas))
+        return [f for f in found if f is not None]
+
+    def _judge(self, tick: Tick, replica: str) -> Finding | None:
+        ranks = list(tick.fleet.roster.of_replica(replica).values())
+        places = [p for p in map(_place_of, ranks) if p is not None]
+        if len(places) < RANKS_MIN or len(places) < len(ranks):
+            return None
+        ahead = [p for p in places if p.begun and p.steps == max(q.steps for q in places)]
+        if len(ahead) != 1:
+            return None
+        (alone,) = ahead
+        others = [p for p in places if p is not alone]
+        if any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
+            return None
+        least = min(p.between for p in others)
+        subject = alone.subject
+        because = (
+            f"{subject.name()} has left out a collective: it began step {alone.steps + 1} after "
+            f"{counted(alone.between, 'collective')} since the step before, while {names(p.subject for p in others)} "
+            f"are in the {_ordinal(least)}, and had not begun it: a fault of the code or its input, not of a machine"
+        )
+        values = {"collectives": float(alone.between), "collectives_of_others": float(least)}
+        return finding(
+            self.name,
+            [subject],
+            FaultClass.USER_CODE,
+            onset=subject.onset_wall(subject.stall.wall),
+            now=tick.now,
+            confidence=0.9,
+            because=because,
+            evidence=(Evidence(kind="collective", text="it entered fewer collectives than its peers", values=values),),
+            about=f"{subject.role}:{DETECTOR}:{subject.rank}",
+        )
+
+
+def _place_of(subject: MonitoredProcess) -> Place | None:
+    """None: its collectives are not known."""
+    sample = subject.sample
+    if sample is None:
+        return None
+    steps, numbers = (
+        sample.progress,
+        (sample.collectives_issued, sample.collectives_at_step, sample.collectives_at_begin),
+    )
+    detail = subject.exit_event.detail if subject.exit_event is not None else {}
+    if COLLECTIVES in detail:
+        try:
+            steps, *rest = map(int, detail[COLLECTIVES].split())
+            issued, at_step, at_begin = rest
+            numbers = issued, at_step, at_begin
+        except ValueError:
+            return None
+    issued, at_step, at_begin = numbers
+    if issued < 0 or at_step < 0:
+        return None
+    begun = at_begin >= 0
+    return Place(subject, steps, (at_begin if begun else max(issued, at_step)) - at_step, begun)
+
+
+def _ordinal(n: int) -> str:
+    return {1: "first", 2: "second", 3: "third"}.get(n, f"{n}th")

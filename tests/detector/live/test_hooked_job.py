@@ -1,0 +1,210 @@
+"""Jobs whose steps come from torch's hooks: who holds the others up, and who left a collective out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import LiveDetector
+
+NODE = NodeId("node-1")
+SECONDS = 0.2
+WALL = 1_700_000_000.0
+
+
+@dataclass
+class Rank:
+    """Does a step a second until it is told otherwise. `fixed`: fields of its samples that no longer change."""
+
+    number: int
+    fixed: dict[str, Any] = field(default_factory=dict)
+    beats: bool = True
+    cpu: float = 0.9
+    exited: AgentEvent | None = None
+
+
+class Job:
+    """`progress` and collectives of healthy ranks follow the time: two collectives a step, one after it."""
+
+    def __init__(self, num_ranks: int = 4) -> None:
+        self.ranks = [Rank(n) for n in range(num_ranks)]
+        self.detector = LiveDetector(DetectorConfig(), {})
+        self.now, self.standing = 0.0, list[Diagnosis]()
+        self._cpu, self._beats = [0.0] * num_ranks, [0] * num_ranks
+
+    def _process(self, rank: Rank) -> ProcessId:
+        return ProcessId(node=NODE, pid=100 + rank.number, start_ticks=7)
+
+    def _sample(self, rank: Rank) -> ProcessSample:
+        step = int(self.now)
+        in_step = self.now - step > 0.5
+        usual: dict[str, Any] = {
+            "phase": "step" if in_step else "wait",
+            "phase_since": step + 0.5 * in_step,
+            "phase_entries": 2 * step + in_step,
+            "step": step,
+            "progress": step,
+            "progress_at": float(step),
+            "exchanges": step + in_step,
+            "collectives_issued": 3 * step + 1,
+            "collectives_at_step": 3 * step,
+            "collectives_at_begin": 3 * step + 1 if in_step else -1,
+            "busy_seconds": 0.5 * step,
+            "work_units": step,
+        }
+        self._cpu[rank.number] += rank.cpu * SECONDS
+        self._beats[rank.number] += 2 * rank.beats
+        return ProcessSample(
+            process=self._process(rank),
+            role="trainer",
+            replica="trainer/0",
+            rank=rank.number,
+            incarnation=0,
+            at=self.now,
+            wall_at=WALL + self.now,
+            alive=True,
+            page_ok=True,
+            beats=self._beats[rank.number],
+            cpu_seconds=self._cpu[rank.number],
+            **{**usual, **rank.fixed},
+        )
+
+    def run(self, seconds: float) -> list[Diagnosis]:
+        for _ in range(round(seconds / SECONDS)):
+            self.now += SECONDS
+            living = tuple(self._sample(r) for r in self.ranks if r.exited is None)
+            events = tuple(r.exited for r in self.ranks if r.exited and r.exited.at > self.now - SECONDS)
+            batch = SampleBatch(
+                node=NODE,
+                agent_pid=1,
+                cursor=0,
+                lost=0,
+                at=self.now,
+                wall_at=WALL + self.now,
+                processes=living,
+                hosts=(),
+            )
+            observation = Observation(wall_at=WALL + self.now, batches=(batch,), events=events)
+            self.standing = self.detector.observe(observation)
+        return self.standing
+
+    def stand(self, numbers: Mapping[int, Mapping[str, Any]]) -> None:
+        """From now on these ranks stand still, with these fields."""
+        step = int(self.now)
+        for number, fields in numbers.items():
+            rank = self.ranks[number]
+            at = {"phase_since": self.now, "phase_entries": 2 * step + 1, "step": step, "progress": step}
+            at |= {"progress_at": float(step), "exchanges": step, "work_units": step, "busy_seconds": 0.5 * step}
+            at |= {"collectives_at_step": 3 * step, "collectives_at_begin": -1, "collectives_issued": 3 * step + 1}
+            rank.fixed, rank.cpu = {**at, **fields}, 0.01
+
+    def exit(self, number: int, detail: Mapping[str, str]) -> None:
+        rank = self.ranks[number]
+        rank.exited = AgentEvent(
+            seq=number + 1,
+            kind=AgentEventKind.EXITED,
+            node=NODE,
+            at=self.now + SECONDS / 2,
+            wall_at=WALL + self.now + SECONDS / 2,
+            process=self._process(rank),
+            role="trainer",
+            replica="trainer/0",
+            rank=number,
+            incarnation=0,
+            detail=dict(detail),
+        )
+
+
+@pytest.fixture
+def job() -> Job:
+    made = Job()
+    assert made.run(30.0) == []
+    return made
+
+
+def test_the_rank_that_others_wait_for_is_named_although_all_are_in_the_same_step(job: Job) -> None:
+    step = int(job.now)
+    waiting = {n: {"phase": "step", "exchanges": step + 1, "collectives_issued": 3 * step + 2} for n in (0, 1, 3)}
+    job.stand({2: {"phase": "step"}, **waiting})
+    (found,) = job.run(6.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
+    assert "blocked on a lock or a read" in found.because
+
+
+def test_ranks_between_two_steps_are_suspected_and_not_reported(job: Job) -> None:
+    step = int(job.now)
+    waiting = {n: {"phase": "step", "exchanges": step + 1, "collectives_issued": 3 * step + 2} for n in (0, 1, 3)}
+    job.stand({2: {"phase": "wait"}, **waiting})
+    assert job.run(6.0) == []
+    (suspicion,) = job.detector.suspicions
+    assert [s.rank for s in suspicion.suspects] == [0, 1, 2, 3] and suspicion.fault_class is FaultClass.CANNOT_TELL
+
+
+def test_a_rank_that_works_between_two_steps_is_not_suspected(job: Job) -> None:
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    for rank in job.ranks:
+        rank.cpu = 0.9
+    assert job.run(6.0) == [] and job.detector.suspicions == ()
+
+
+def test_a_pause_that_was_seen_before_is_not_suspected(job: Job) -> None:
+    for _ in range(10):
+        job.stand({n: {"phase": "wait"} for n in range(4)})
+        job.run(4.0)
+        for rank in job.ranks:
+            rank.fixed, rank.cpu = {}, 0.9
+        job.run(8.0)
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    assert job.run(6.0) == [] and job.detector.suspicions == ()
+
+
+def skipping(job: Job) -> None:
+    """Rank 2 goes on to its next step; the others wait in the collective before it."""
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step}
+    job.stand({2: {"phase": "step", **begun}, **{n: {"phase": "wait"} for n in (0, 1, 3)}})
+
+
+def test_a_rank_that_left_a_collective_out_is_named(job: Job) -> None:
+    skipping(job)
+    (found,) = job.run(3.0)
+    assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [2]
+    assert "left out a collective" in found.because
+
+
+def test_the_abort_of_another_rank_is_not_what_is_told(job: Job) -> None:
+    step = int(job.now)
+    skipping(job)
+    job.run(SECONDS)
+    numbers = f"{step} {3 * step + 1} {3 * step}"
+    job.exit(1, {"signal": "6", "cause": "crashed", "collectives": f"{numbers} -1"})
+    assert all(d.fault_class is FaultClass.USER_CODE for d in job.run(0.4))
+    job.exit(2, {"code": "1", "collectives": f"{numbers} {3 * step}"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [2]
+
+
+def test_an_abort_that_no_skipped_collective_explains_is_a_crash(job: Job) -> None:
+    job.exit(1, {"signal": "6", "cause": "crashed"})
+    (found,) = job.run(2.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
+
+
+def test_a_rank_that_is_ahead_in_entering_is_not_said_to_have_left_one_out(job: Job) -> None:
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step + 1}
+    job.stand({2: {"phase": "step", **begun}, **{n: {"phase": "wait"} for n in (0, 1, 3)}})
+    assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
+
+
+def test_a_kernel_that_kills_for_memory_is_told_by_the_exit(job: Job) -> None:
+    job.exit(3, {"signal": "9", "cause": "oom"})
+    (found,) = job.run(1.0)
+    assert found.fault_class is FaultClass.CRASH and "OOM killer" in found.because

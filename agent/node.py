@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rolecall.agent.collectors.base import Collector
+from rolecall.agent.collectors.engine.activity import ENGINE_PROBES, EngineActivity
 from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
@@ -131,7 +132,8 @@ class Agent:
         self._probes = Probes(collectors, self.events, clock)
         probes, ranks = self._probes, self.registry.registrations
         gpus = GpuSamples(settings.node, lambda: probes.newest(GPU_PROBES), ranks, settings.proc)
-        self._sampler = Sampler(self.registry, host, self.ring, clock, gpus.take)
+        engines = EngineActivity(lambda: probes.newest(ENGINE_PROBES))
+        self._sampler = Sampler(self.registry, host, self.ring, clock, gpus.take, engines.fields)
         bearer = bearer_token(settings.token)
         self._routes = Routes(
             node=settings.node,

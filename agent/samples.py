@@ -8,7 +8,7 @@ issued (another boot) reads from the start."""
 import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -147,7 +147,11 @@ def _newest(rounds: list[_Round], rounds_max: int, of: Callable[[_Round], object
 HOST_SECONDS = 1.0
 
 
-def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
+EngineFields = Callable[[str, int, float], Mapping[str, Any]]
+"""(replica, rank, node monotonic seconds) -> fields that an engine's own metrics give; empty: none."""
+
+
+def sample_of(tracked: Tracked, at: float, wall_at: float, engine: EngineFields = lambda *_: {}) -> ProcessSample:
     """Joins page and kernel state into one sample. `registry.poll` has just read the page."""
     who, page = tracked.registration, tracked.page
     kernel = tracked.probe.read(page.work_tid if page else 0, at)
@@ -155,7 +159,7 @@ def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
         kernel = kernel._replace(proc_state="X", rss_bytes=0, num_threads=0)
     reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
     if who.found:
-        reported["phase"] = NO_PAGE
+        reported |= {"phase": NO_PAGE, **engine(who.replica, who.rank, at)}
     return ProcessSample(
         process=who.process,
         role=who.role,
@@ -198,9 +202,12 @@ class Sampler:
         ring: SampleRing,
         clock: Clock,
         gpus: Callable[[float, float], tuple[GpuSample, ...]] | None = None,
+        engine: EngineFields = lambda *_: {},
     ) -> None:
-        """`gpus(monotonic, wall)`: samples of the newest poll of the GPUs, if not yet taken."""
+        """`gpus(monotonic, wall)`: samples of the newest poll of the GPUs, if not yet taken. `engine`: of processes
+        without a state page."""
         self._registry, self._host, self._ring, self._clock, self._gpus = registry, host, ring, clock, gpus
+        self._engine = engine
         self._host_due = 0.0
         self.stats = RoundStats()
 
@@ -213,7 +220,7 @@ class Sampler:
                 if tracked.exited_at is None:
                     self._registry.poll(tracked)
                 at = self._clock.monotonic()
-                samples.append(sample_of(tracked, at, wall + (at - begun)))
+                samples.append(sample_of(tracked, at, wall + (at - begun), self._engine))
         host_done = self._clock.monotonic()
         hosts: tuple[HostSample, ...] = ()
         if begun >= self._host_due:

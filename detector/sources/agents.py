@@ -198,6 +198,16 @@ class _Agent:
     excused_since: float | None = None  # loop time; no response so far, possibly because this loop is late
 
 
+AFTER_EVENT_SECONDS, AFTER_EVENT_POLL_SECONDS = 3.0, 0.1
+
+
+def wait_seconds(timeout_seconds: float, since_event: float) -> float:
+    """How long a poll waits. `since_event`: seconds since the last event; what follows from it is decided within
+    fractions of a second (`detector.live.stages.crash`), not at the next poll of samples."""
+    is_soon = since_event < AFTER_EVENT_SECONDS
+    return min(timeout_seconds, AFTER_EVENT_POLL_SECONDS) if is_soon else timeout_seconds
+
+
 class AgentsSource:
     """`agents()` gives node -> URL, is called from `start` and `poll` only, and may raise OSError or ValueError.
     `poll_seconds`: interval for fetching samples. `authorization`, `tls`: for agents with authentication or HTTPS.
@@ -226,6 +236,7 @@ class AgentsSource:
         self._events: list[AgentEvent] = []
         self._changed = threading.Condition()
         self._listed_at = float("-inf")
+        self._event_at = float("-inf")  # of the newest poll with events
         self._closed = False
         self._num_held = 0  # process samples, not polled yet
         self._left: list[str] = []  # nodes removed from the list since the last poll
@@ -238,11 +249,15 @@ class AgentsSource:
         self._refresh()
 
     def poll(self, timeout_seconds: float) -> Observation:
-        """Everything received since the last poll; returns early on an event, else after `timeout_seconds`."""
+        """Everything received since the last poll; returns early on an event, else after `timeout_seconds`, or sooner
+        for a while after an event (`wait_seconds`)."""
         self._refresh()
         with self._changed:
-            self._changed.wait_for(lambda: self._events or self._closed, timeout_seconds)
+            wait = wait_seconds(timeout_seconds, self._clock.monotonic() - self._event_at)
+            self._changed.wait_for(lambda: self._events or self._closed, wait)
             events, self._events = tuple(self._events), []
+            if events:
+                self._event_at = self._clock.monotonic()
             left, self._left = tuple(self._left), []
             batches: list[SampleBatch] = []
             self._num_held = 0

@@ -276,12 +276,11 @@ def _held_for_peers(
 
 
 def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> float:
-    """A step of a job that names no phases lasts as long as both of its phases."""
-    gaps = [fleet.gaps.p99(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
-    if subject.incarnation != UNCOUNTED or None in gaps:
+    """Two usual steps of a job that names no phases, each as long as both of its phases."""
+    usual = [fleet.gaps.median(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
+    if subject.incarnation != UNCOUNTED or not all(usual):
         return EXCEPTION_GRACE_SECONDS
-    step = sum(gap for gap in gaps if gap is not None)
-    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, step))
+    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, 2 * sum(usual)))
 
 
 def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:

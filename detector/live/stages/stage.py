@@ -108,7 +108,8 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
         # Between two steps a job compiles and forks, too, which holds the interpreter: for CPU time above all.
-        return replace(learned, effective_share=1.0) if subject.phase == Phase.WAIT else learned
+        is_between = subject.phase == Phase.WAIT and not subject.stopped
+        return replace(learned, effective_share=1.0) if is_between else learned
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
     return learned_deadline(None, config)

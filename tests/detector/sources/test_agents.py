@@ -12,7 +12,14 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.columns import PROCESSES
 from rolecall.core.telemetry import ProcessSample, SampleBatch
 from rolecall.detector.sources import agents as source_module
-from rolecall.detector.sources.agents import LATE_EXCUSES_SECONDS, AgentClientLimits, AgentsSource, Observation, _Agent
+from rolecall.detector.sources.agents import (
+    LATE_EXCUSES_SECONDS,
+    AgentClientLimits,
+    AgentsSource,
+    Observation,
+    _Agent,
+    wait_seconds,
+)
 from tests.detector.fake_agent import NODE, FakeAgent, sample
 from tests.support import PATIENCE_SECONDS
 
@@ -319,3 +326,8 @@ def test_descriptors_are_asked_for_when_agents_come_not_at_every_look(
     source.poll(0.0)
     source.poll(0.0)
     assert asked == [source_module.DESCRIPTORS_OWN + 1, source_module.DESCRIPTORS_OWN + 2]
+
+
+@pytest.mark.parametrize(("timeout", "since", "expected"), [(1.0, 0.5, 0.1), (0.05, 0.5, 0.05), (1.0, 10.0, 1.0)])
+def test_after_an_event_a_poll_waits_less(timeout: float, since: float, expected: float) -> None:
+    assert wait_seconds(timeout, since) == expected

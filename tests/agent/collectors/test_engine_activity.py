@@ -1,0 +1,96 @@
+"""An engine's own metrics as progress of a process that reports nothing."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from rolecall.agent.collectors.base import CollectorReading
+from rolecall.agent.collectors.engine.activity import STALE_SECONDS, EngineActivity
+from rolecall.agent.collectors.engine.vllm import EngineEndpoint, VllmCollector
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import NO_PAGE, Phase, ProcessSample, SampleBatch
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import LiveDetector
+from tests.agent.page_server import PageServer, http_page
+
+NODE = NodeId("node-1")
+PAGE = 'vllm:num_requests_running{{engine="0"}} {running}\nvllm:generation_tokens_total{{engine="0"}} {tokens}\n'
+
+
+def reading(running: int, tokens: int, more: str = "") -> CollectorReading:
+    """As the real collector reads it from a page."""
+    server = PageServer(http_page(PAGE.format(running=running, tokens=tokens) + more))
+    try:
+        return VllmCollector(NODE, [EngineEndpoint(server.url, "rollout", "rollout/3", 0)]).read(0.0)
+    finally:
+        server.close()
+
+
+def activity(polls: Iterable[tuple[float, CollectorReading]]) -> EngineActivity:
+    newest = iter(polls)
+    return EngineActivity(lambda: next(newest))
+
+
+def test_tokens_are_progress_and_running_requests_the_phase() -> None:
+    engine = activity([(10.0, reading(4, 100)), (15.0, reading(4, 150)), (20.0, reading(0, 150))])
+    first = engine.fields("rollout/3", 0, 11.0)
+    assert (first["phase"], first["progress"], first["requests_active"]) == (Phase.GENERATE, 100, 4)
+    second = engine.fields("rollout/3", 0, 16.0)
+    assert (second["progress"], second["progress_at"], second["phase_since"]) == (150, 15.0, 10.0)
+    third = engine.fields("rollout/3", 0, 21.0)
+    assert (third["phase"], third["progress_at"], third["phase_since"]) == (Phase.IDLE, 15.0, 20.0)
+
+
+def test_a_sleeping_engine_owes_no_progress() -> None:
+    asleep = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
+    assert activity([(10.0, reading(4, 100, asleep))]).fields("rollout/3", 0, 11.0)["phase"] == Phase.SLEEP
+
+
+@pytest.mark.parametrize(("replica", "now"), [("rollout/4", 11.0), ("rollout/3", 11.0 + STALE_SECONDS)])
+def test_other_processes_and_old_values_have_no_fields(replica: str, now: float) -> None:
+    assert activity([(10.0, reading(4, 100))]).fields(replica, 0, now) == {}
+
+
+def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:
+    """Of an engine that generates until `hangs_at`, whose page is read every five seconds."""
+    detector, standing = LiveDetector(DetectorConfig(), {}), list[Diagnosis]()
+    newest = (0.0, CollectorReading())
+    engine = EngineActivity(lambda: newest)
+    values = {tokens: reading(running, tokens) for tokens in range(0, 100 * int(hangs_at) + 100, 500)}
+    for n in range(int(until / 0.2)):
+        now = 0.2 * n
+        if n % 25 == 0:
+            tokens = 500 * int(min(now, hangs_at) * 100 // 500)
+            newest = (now, values[tokens]) if newest[1] is not values[tokens] else (now, reading(running, tokens))
+        sample = ProcessSample(
+            process=ProcessId(node=NODE, pid=7, start_ticks=1),
+            role="rollout",
+            replica="rollout/3",
+            rank=0,
+            incarnation=0,
+            at=now,
+            wall_at=1e9 + now,
+            alive=True,
+            page_ok=False,
+            **({"phase": NO_PAGE} | engine.fields("rollout/3", 0, now)),
+        )
+        batch = SampleBatch(
+            node=NODE, agent_pid=1, cursor=0, lost=0, at=now, wall_at=1e9 + now, processes=(sample,), hosts=()
+        )
+        standing = detector.observe(Observation(wall_at=1e9 + now, batches=(batch,)))
+        if standing:
+            break
+    return standing
+
+
+def test_an_engine_whose_server_answers_while_it_generates_nothing_is_hung() -> None:
+    (found,) = diagnoses(running=4, hangs_at=90.0, until=150.0)
+    assert found.fault_class is FaultClass.HANG and found.suspects[0].replica == "rollout/3"
+    assert "runs 4 requests and generates no token" in found.because
+
+
+def test_an_engine_without_requests_is_idle() -> None:
+    assert diagnoses(running=0, hangs_at=60.0, until=120.0) == []

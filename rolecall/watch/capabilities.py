@@ -89,7 +89,13 @@ class RankFacts:
 
     @property
     def reports(self) -> bool:
-        return is_instrumented(self.newest)
+        """It has a state page."""
+        return is_instrumented(self.newest) and not self.found_by
+
+    @property
+    def is_read_engine(self) -> bool:
+        """It reports nothing, and the metrics of its engine tell its progress (agent/collectors/engine/activity.py)."""
+        return is_instrumented(self.newest) and bool(self.found_by)
 
     @property
     def phases(self) -> frozenset[str]:
@@ -215,6 +221,8 @@ class _At(NamedTuple):
     def how_to_report(self) -> str:
         """How steps of this process become known."""
         rule, code = self.rank.found_by, TWO_LINES
+        if self.rank.is_read_engine:
+            return ""
         if rule in ENGINES:
             return (
                 f"name its metrics page in agent.yaml: vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
@@ -273,7 +281,7 @@ def _as_seen(name: str, answer: _Answer) -> Capability:
 def _steps(at: _At) -> _Answer:
     rank = at.rank
     if not rank.reports:
-        if (rank.replica, rank.rank) in at.node.engines:
+        if rank.is_read_engine or (rank.replica, rank.rank) in at.node.engines:
             return _Answer(Can.PARTLY, "requests and tokens, from the metrics of its engine; an engine has no steps")
         by = f"rule {rank.found_by}" if rank.found_by else "a rule"
         return _Answer(Can.NO, f"found by {by}, it reports nothing: only its process is seen", at.how_to_report)
@@ -287,6 +295,8 @@ def _steps(at: _At) -> _Answer:
 
 def _phases(at: _At) -> _Answer:
     rank = at.rank
+    if rank.is_read_engine:
+        return _Answer(Can.YES, "generate, idle or sleep, from the metrics of its engine")
     if not rank.reports:
         return _Answer(Can.NO, "it reports nothing", at.how_to_report)
     if not at.has_worked:
@@ -429,6 +439,8 @@ KERNEL_ONLY = (
 
 
 def _hang_in_step(at: _At) -> _Answer:
+    if at.rank.is_read_engine:
+        return _Answer(Can.YES, "open requests and no new token, by the metrics of its engine")
     if not at.rank.reports:
         return _Answer(Can.PARTLY, KERNEL_ONLY, at.how_to_report)
     if not at.has_worked:
@@ -459,6 +471,8 @@ def _hang_between(at: _At) -> _Answer:
 
 def _hang_at_lock(at: _At) -> _Answer:
     in_step = _hang_in_step(at)
+    if at.rank.is_read_engine:
+        return _Answer(Can.PARTLY, "as a hang with open requests, not at which lock")
     if in_step.can is not Can.YES:
         return _Answer(Can.NO, "a process at a lock looks like one that waits", in_step.fix)
     stacks = _stacks(at)

@@ -100,6 +100,7 @@ GPUS = replace(
     gpus=(GpuSample(node=NODE, gpu=0, at=0.0, wall_at=0.0, pids=(40,)),),
 )
 ENGINE = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
+READ_ENGINE = (rank_of(sample(replica="rollout/0", phase=Phase.GENERATE, progress=900), found_by="verl-rollout"),)
 SCRAPED = replace(AGENT, engines=frozenset({("rollout/0", 0)}))
 BUNDLED = (rank_of(replace(sample(phase=Phase.COMPUTE, **WORKS), incarnation=3)),)
 
@@ -120,6 +121,11 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
         "vllm: {engines: [{url: ..., replica: rollout/0}]}",
     ),
     "an engine's metrics": (ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
+    "an engine that is read": (READ_ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
+    "its phases": (READ_ENGINE, SCRAPED, SEEN, "phases", Y, "metrics of its engine", ""),
+    "its hang": (READ_ENGINE, SCRAPED, NAMED, "hang in a step", Y, "no new token", ""),
+    "its lock": (READ_ENGINE, SCRAPED, NAMED, "hang at a lock", P, "open requests", ""),
+    "its end": (READ_ENGINE, SCRAPED, NAMED, "exit", P, "without the exception", ""),
     "no exception": (found_by("torchrun"), AGENT, NAMED, "exit", P, "without the exception", "rolecall exec"),
     "no hang": (found_by("torchrun"), AGENT, NAMED, "hang in a step", P, "stopped (5 s)", "rolecall exec"),
     "no lock": (found_by("torchrun"), AGENT, NAMED, "hang at a lock", N, "looks like one that waits", "rolecall exec"),

@@ -385,13 +385,13 @@ def verify(
 ) -> Verification:
     """State of the performed plan at `now` (wall seconds): the replacement serves and makes progress, or it failed.
 
-        The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
-        replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
-        serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
+    The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
+    replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
+    serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
     wait for the end of a long step, `JOIN_FACTOR` times as long. So may a standby that starts: nobody waits for it, and
-        the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
-        nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
-        down and that have worked since: the end of one is not the restart's failure.
+    the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
+    nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
+    down and that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
     too_late = now - done_at > JOIN_FACTOR * verification_timeout_seconds

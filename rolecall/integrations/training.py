@@ -24,6 +24,7 @@ from rolecall.agent.reporter import reporter
 
 logger = logging.getLogger(__name__)
 
+SOURCE = "integration"
 PHASE_STEP, PHASE_WAIT = "step", "wait"
 PHASE_GENERATE, PHASE_SCORE, PHASE_UPDATE = "generate", "score", "update"
 """core.telemetry.Phase, which is not imported here."""
@@ -94,7 +95,7 @@ class Training:
     def _begin(self, identity: Mapping[str, Any]) -> None:
         hooks.stand_down()
         if identity or not self._report.is_started():
-            self._report.start(**identity)
+            self._report.start(**identity, source=SOURCE)
         self.wait()  # a first batch, or a checkpoint to go on from, may take long
 
     def begin_step(self, n: int) -> None:

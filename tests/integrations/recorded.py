@@ -23,7 +23,8 @@ class Recorded:
     def phases(self) -> list[str]:
         return self.of("phase")
 
-    def start(self, **identity: Any) -> None:
+    def start(self, *, source: str, **identity: Any) -> None:
+        assert source == "integration"
         self.started = True
         self._record("start", identity)
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def real_agent(node: Node) -> None:
     node.set(f'ROLECALL_AGENT_OPTIONS="--port 0 --config {config}"')
 
 
-def test_a_real_agent_runs_from_prolog_to_epilog(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_agent_runs_from_prolog_to_epilog(node: Node) -> None:
     real_agent(node)
     node.run("prolog.sh", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     pid = _agent_of(node.dir)
@@ -194,6 +195,24 @@ def _agent_of(folder: Path) -> int:
     found = folder / "agent.json"
     eventually(found.exists, "the agent serves")
     return int(json.loads(found.read_text())["pid"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+def test_the_agent_is_another_users_process(node: Node) -> None:
+    (node.bin / "setpriv").unlink()
+    with tempfile.TemporaryDirectory(prefix="rolecall-slurm-") as folder:  # one that any user may enter
+        Path(folder).chmod(0o755)
+        node.runs, node.agent = Path(folder) / "runs", Path(folder) / "agent"
+        node.agent.write_text("#!/bin/sh\nid -u > who.tmp; id -g >> who.tmp; mv who.tmp who\n")
+        node.agent.chmod(0o755)
+        node.set()
+        node.run("prolog.sh", SLURM_JOB_UID="65534", SLURM_JOB_GID="65534")
+        who = node.dir / "who"
+        eventually(who.exists, "the agent ran")
+        assert who.read_text().split() == ["65534", "65534"]
+        assert {p.stat().st_uid for p in (node.dir, who, node.dir / "agent.log")} == {65534}
+        node.run("epilog.sh", SLURM_JOB_UID="65534", SLURM_JOB_GID="65534")
+        assert not node.dir.exists() and node.runs.is_dir()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, Watch
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import Probes
 from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME
+from rolecall.agent.disk_space import DiskWatch, disk_space
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
 from rolecall.agent.http.routes import Routes
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 1.0
-"""Between two reads of `raylet.json` and flushes of events to disk."""
+"""Between two looks at `raylet.json` and at the disk's space, and two flushes of events to disk."""
 
 
 class DirectoryInUse(RolecallError):
@@ -110,6 +111,7 @@ class Agent:
             raise DirectoryInUse(self._dir) from None
         # Not threading.Event: `set` in a signal handler could deadlock on a lock held by its own thread.
         self._stop_asked = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._disk = DiskWatch()
         self._raylet_complaint = ""
         self._raylet: tuple[int, int] | None = None
         clock = self._clock
@@ -218,11 +220,19 @@ class Agent:
             if now >= housekeeping_due:
                 housekeeping_due = now + HOUSEKEEPING_SECONDS
                 self._probes.check_hangs()
+                self._check_disk()
                 self.events.sync()
                 if self._settings.raylet is None:
                     self._watch_raylet(self._raylet_in_file())
             # A missed round is skipped, not caught up: samples carry their own times.
             due = max(due + interval, now)
+
+    def _check_disk(self) -> None:
+        # A network file system may hang here, as it may in the flush that follows.
+        space = disk_space(self._dir, self._settings.proc)
+        change = self._disk.poll(space)
+        if space is not None and change is not None:
+            self.events.append(change, detail=space.detail)
 
     def _shut(self) -> None:
         (self._dir / "agent.json").unlink(missing_ok=True)

@@ -75,7 +75,7 @@ SETTINGS = (
     "runtime.reward_check_share=0.2",  # a wrong worker is compared within seconds
 )
 DISK_BYTES = 512 << 20
-BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "corrupt": 20.0, "down": 15.0, "full": 45.0}
+BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "nan": 150.0, "corrupt": 20.0, "down": 15.0, "full": 45.0}
 """How long a fault lasts at most, by the last word of its kind."""
 CALM_SECONDS = (2.0, 8.0)
 CALM_STEPS = 2
@@ -143,7 +143,7 @@ MATRIX: Mapping[str, Mapping[str, str]] = {
     "NaN": {
         "trainer": "trainer-nan:nan",
         "rollout": "rollout-nan:nan",
-        "reward": "refused before it is used, and scored by another worker; no incident names the first one yet",
+        "reward": "reward-nan:nans",
         "controller": NO_NUMBERS,
         "standby": STANDBY_WAITS,
     },
@@ -556,7 +556,9 @@ class Piece:
         if fault.of_helper:
             return frozenset({str(record["target"])})
         if fault.kind != "node-kill":
-            return frozenset({f"{record['target']}#{record['incarnation']}"})
+            # All nodes of the bundled cluster have the disk that is filled.
+            nodes = self._run.read()["nodes"] if fault.kind == "disk-full" else ()
+            return frozenset({f"{record['target']}#{record['incarnation']}", *nodes})
         with self._journal() as journal:
             lives = journal.actual().values()
         on_it = {f"{a.replica}#{a.incarnation}" for a in lives if a.node == record["node"]}

@@ -21,7 +21,14 @@ from dataclasses import replace
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis
-from rolecall.core.errors import ActuatorError, ConcurrentWrite, JournalCorrupt, JournalError, LeaseFenced
+from rolecall.core.errors import (
+    ActuatorError,
+    ConcurrentWrite,
+    JournalCorrupt,
+    JournalError,
+    JournalUnavailable,
+    LeaseFenced,
+)
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
@@ -64,7 +71,7 @@ from rolecall.recovery.next_step import (
 )
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
-from rolecall.recovery.policy import PolicyInput, busy_replicas, decide, lost_nodes, question
+from rolecall.recovery.policy import FULL_DISK, PolicyInput, busy_replicas, decide, lost_nodes, question
 from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
 
 logger = logging.getLogger(__name__)
@@ -87,6 +94,9 @@ FAILED_TICKS_MAX = 50
 """After this many failed ticks in a row the process exits with the error, for its supervisor to restart it."""
 DAMAGED_TICKS_MAX = 5
 """The same for a damaged journal, which no retry repairs."""
+UNAVAILABLE_TICKS_MAX = 300
+"""The same for a journal that cannot be used (a full disk, a server that restarts), at least 150 s: a new process would
+have the same journal and would have forgotten what the detectors have seen. A run waits 120 s for it."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 REDISCOVERY_SECONDS = 60.0
 """In mode observe the absence of a diagnosis that an earlier watch made says nothing for this long: the detectors of a
@@ -102,6 +112,13 @@ def holder_pid(holder: str) -> int | None:
     """The PID in a `holder_name`."""
     parts = holder.rsplit(":", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+
+
+def failed_ticks_max(error: Exception) -> int:
+    """How many failures in a row end the process, the last of them being `error`."""
+    if isinstance(error, JournalCorrupt):
+        return DAMAGED_TICKS_MAX
+    return UNAVAILABLE_TICKS_MAX if isinstance(error, JournalUnavailable) else FAILED_TICKS_MAX
 
 
 class Watch:
@@ -134,6 +151,8 @@ class Watch:
         self._lease: Lease | None = None
         self._renew_at = 0.0
         self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
+        self._diagnoses: list[Diagnosis] = []  # of this tick
+        self._paged_of: set[tuple[str, float]] = set()  # full disks of which on-call was told without the journal
         self._cached_fleet: FleetView | None = None
         self._places = RunPlaces(scheduled=actuator.schedules)
         self._windows_to_keep: list[str] = []
@@ -162,7 +181,9 @@ class Watch:
                 # state is in the journal, so the next tick starts from it; repeated failure ends the process.
                 failures += 1
                 logger.exception("tick failed (%d in a row)", failures)
-                if failures >= (DAMAGED_TICKS_MAX if isinstance(e, JournalCorrupt) else FAILED_TICKS_MAX):
+                if isinstance(e, JournalUnavailable):
+                    self._page_of_full_disk()
+                if failures >= failed_ticks_max(e):
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
         if self._lease is not None:
@@ -174,7 +195,7 @@ class Watch:
     def tick(self) -> None:
         """Observes, diagnoses and performs every step that is due. Raises JournalError: the journal cannot be read or
         written; the next tick continues from its state."""
-        diagnoses = self._detector.poll(self._poll_seconds)
+        diagnoses = self._diagnoses = self._detector.poll(self._poll_seconds)
         self._cached_fleet = None
         try:
             held = self._hold_lease()
@@ -389,6 +410,12 @@ class Watch:
             return self._clock.wall()  # a line that cannot be read escalates nothing
         return newest.wall_at if newest is not None else None
 
+    def _has_begun(self, incident: Incident) -> bool:
+        """Whether a call of the newest plan was made."""
+        digest = incident.attempt.plan.digest if incident.attempt else ""
+        calls = self._journal.events(kinds=[EventKind.CALL_STARTED], incident_id=incident.incident_id, damaged=[])
+        return any(f":{digest}:" in (e.key or "") for e in calls)
+
     def _append(self, incident: Incident, move: Append) -> None:
         try:
             self._write(move.payload, key=move.key, incident=incident, unless=move.unless)
@@ -454,6 +481,7 @@ class Watch:
         now = self._clock.wall()
         stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
         observing, since = self._config.mode == "observe", self._detector.since
+        paused = self._journal.flag(PAUSED_FLAG)
         if observing and incident.opened_at < since:
             since += REDISCOVERY_SECONDS
         return Situation(
@@ -461,7 +489,8 @@ class Watch:
             fleet=self._fleet(),
             config=self._config,
             incidents=tuple(self._projection.incidents.values()),
-            paused=self._journal.flag(PAUSED_FLAG),
+            paused=paused,
+            begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
@@ -505,6 +534,15 @@ class Watch:
         if not any(e.key == key for e in self._projection.to_notify):
             paged = OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
             self._write(paged, key=key, incident=incident)
+
+    def _page_of_full_disk(self) -> None:
+        """On-call frees space only if told, and the page's record must wait until there is space: the message is sent
+        without it, and again with it. Only by the leader, and once for each time that the disk is full."""
+        for diagnosis in self._diagnoses if self._lease is not None else ():
+            if FULL_DISK in diagnosis.detectors and (diagnosis.key, diagnosis.onset) not in self._paged_of:
+                because = f"{diagnosis.because}, and the journal cannot be written; {diagnosis.advice}"
+                if self._notifications.send_unrecorded(FULL_DISK, because):
+                    self._paged_of.add((diagnosis.key, diagnosis.onset))
 
     def _facts(self) -> dict[str, object]:
         return {

@@ -38,7 +38,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, PolicyInput, leaves_node
 
 TRAINER = "trainer"
 JOIN_FACTOR = 10
@@ -121,12 +121,17 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
 def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
+    # It ends by the hand of whoever was paged, which can be seen.
+    lasts = FULL_DISK in incident.diagnosis.detectors
     if attempt.plan.action is ActionKind.TOLERATE and (moot or not situation.observing):
         if attempt.page_oncall:
             paged = _page_oncall(incident, "nothing_helps", attempt.plan.because, situation)
             if paged is not None:
                 return paged
-        return _close(incident, IncidentOutcome(attempt.outcome), attempt.plan.because)
+        over = _over(incident, situation) if lasts else None
+        if over is not None:
+            return _close(incident, *over)
+        return None if lasts else _close(incident, IncidentOutcome(attempt.outcome), attempt.plan.because)
     if attempt.decision is Decision.REJECTED:
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
@@ -189,7 +194,7 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     views = [(t, situation.fleet.find(t.replica)) for t in attempt.plan.targets]
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
-    if begins and (situation.paused is not None or situation.observing):
+    if begins and ((situation.paused is not None and not situation.begun) or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
 
@@ -383,7 +388,9 @@ def verify(
     The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
     replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
     serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
-    wait for the end of a long step, `JOIN_FACTOR` times as long. `own_faults`: healthy replicas that a restart took
+    wait for the end of a long step, `JOIN_FACTOR` times as long. So may a standby that starts: nobody waits for it, and
+    the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
+    nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
     down and that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
@@ -403,6 +410,8 @@ def verify(
             all_join = False
         elif view.incarnation >= wanted and view.state in DEAD and target.replica in own_faults:
             seen.append(f"{name} has worked; its end is another fault")
+        elif standby and view.incarnation >= wanted and view.state is ReplicaState.STOPPED and view.started:
+            seen.append(f"{name} was ready: {view.because}")  # a promotion has used it up
         elif view.incarnation >= wanted and view.state in DEAD:
             because = (
                 f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"
@@ -412,14 +421,16 @@ def verify(
             missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not started'}")
             joins_later = view.role == TRAINER or view.partner is not None
             is_ready = view.incarnation >= wanted and view.state is ReplicaState.READY
-            all_join &= joins_later and is_ready and target.replica in waiting
+            starts = standby and view.incarnation >= wanted and view.state is ReplicaState.STARTING
+            all_join &= starts or (joins_later and is_ready and target.replica in waiting)
         elif standby:
             seen.append(f"{name} is ready")
         else:
             progressing, text = progress.get(target.replica, (False, "no data on its progress"))
-            if not progressing and timed_out and target.replica in waiting:
+            waits = not progressing and target.replica in waiting
+            if waits and timed_out and not fleet.places.scheduled:
                 progressing, text = True, f"serves and waits for work; {text}"
-            all_join &= progressing
+            all_join &= progressing or (waits and fleet.places.scheduled)
             (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:

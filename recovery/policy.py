@@ -12,8 +12,8 @@ Where nothing can act (a job that rolecall only watches), the plan is what the e
 
 The two replicas of a hybrid share a machine: they are replaced together, and `role` means all hybrids.
 
-Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
-collapse only pages on-call, whatever its class.
+Three rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
+collapse, or a full disk, only pages on-call, whatever its class.
 
 Retries escalate by cause and by count, one rung after the other: replace the replica, restart its role, restart the
 job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another. The
@@ -49,6 +49,8 @@ from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, Incid
 COLLAPSE = "collapse"
 """`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong
 would cost more than a page costs when it is right."""
+FULL_DISK = "full_disk"
+"""Of a disk without space. It names a node; no new process would find more space there."""
 ONCE = "wrong_numbers_once"
 """`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
 AGAIN = "wrong_numbers"
@@ -238,6 +240,8 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
     if COLLAPSE in diagnosis.detectors:
         because = f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job"
         return _nothing(facts, because, page=True)
+    if FULL_DISK in diagnosis.detectors:
+        return _nothing(facts, f"{diagnosis.because}: no replica is evicted; {diagnosis.advice}", page=True)
     if ONCE in diagnosis.detectors:
         return _nothing(facts, f"{diagnosis.because}; a single occurrence is tolerated")
     remedy = diagnosis.fault_class.spec.remedy

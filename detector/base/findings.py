@@ -26,6 +26,8 @@ WRONG_NUMBERS_ONCE, WRONG_NUMBERS = "wrong_numbers_once", "wrong_numbers"
 several of one process, or of data and code."""
 NOT_FINITE = "not_finite"
 """Detector of NaN and infinite training values of a job that rolecall did not start."""
+FULL_DISK = "full_disk"
+"""Detector of disks without space: its findings name a node, and no process is at fault."""
 COLLAPSE = "collapse"
 """Detector of policy collapse: its findings concern the run, not a machine."""
 

@@ -25,6 +25,7 @@ from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
+from rolecall.detector.live.stages.full_disk import FullDiskStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
@@ -52,6 +53,7 @@ STAGES: Stages = (
     SlowLoadingStage,
     SlowStage,
     AgentLostStage,
+    FullDiskStage,
     NcclRasStage,
     NodeFaultsStage,
     LostRanksStage,

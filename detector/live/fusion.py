@@ -23,7 +23,17 @@ from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass, SuppressionScope
-from rolecall.detector.base.findings import ADVISES, COLLAPSE, GAIN, NOT_FINITE, OF_GPU, PANEL, SETTLE, settles
+from rolecall.detector.base.findings import (
+    ADVISES,
+    COLLAPSE,
+    FULL_DISK,
+    GAIN,
+    NOT_FINITE,
+    OF_GPU,
+    PANEL,
+    SETTLE,
+    settles,
+)
 
 ADVICE_ON_PANELS = "inspect it; nothing is replaced for this alone"
 
@@ -79,8 +89,8 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector in (COLLAPSE, NOT_FINITE):
-        return "; ".join(own)  # on-call decides whether to stop the run
+    if finding.detector in (COLLAPSE, NOT_FINITE, FULL_DISK):
+        return "; ".join(own)  # on-call decides whether to stop the run, or what to delete
     usual = finding.fault_class.spec.advice
     # It is already there if a diagnosis is replayed (detector/sources/agent_event_files.py).
     if not any(text.endswith(usual) for text in own):

@@ -31,6 +31,7 @@ from rolecall.detector.live.monitored_process import (
 )
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
+from rolecall.detector.live.stages.full_disk import FullDisk
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
 from rolecall.detector.live.stages.node_faults import NodeFault
 from rolecall.detector.live.stages.panels import PanelFault
@@ -39,8 +40,9 @@ from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
 PLAIN: dict[str, type] = {
     c.__name__: c
     for c in (
-        *(CollapseWatch, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, NotFinite, PanelFault),
-        *(ProcessId, ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState, StalledCommunicator),
+        *(CollapseWatch, FullDisk, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, NotFinite),
+        *(PanelFault, ProcessId, ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState),
+        StalledCommunicator,
     )
 }
 """Encoded field by field; derived fields (`init=False`) are recomputed."""

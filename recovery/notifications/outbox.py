@@ -55,6 +55,19 @@ class NotificationSender:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
 
+    def send_unrecorded(self, topic: str, because: str) -> bool:
+        """Offers a page that the journal cannot take now; it has no position there, so that none counts as delivered.
+        False: the notifier takes none now."""
+        paged = Message(
+            seq=0,
+            kind=str(EventKind.ONCALL_PAGED),
+            run_id=self._run_id,
+            because=notification_text(because),
+            wall_at=self._clock.wall(),
+            facts={"topic": topic},
+        )
+        return self._notifier.offer(paged)
+
     def heartbeat(self, facts: Callable[[], dict[str, Any]]) -> None:
         """Sends a heartbeat when it is due."""
         now = self._clock.monotonic()

@@ -3,15 +3,18 @@ A share of the groups is scored by a second worker (`disagreement.py`).
 
 A worker's result counts only if it is one finite number per sample. A group whose scoring fails `ATTEMPTS_MAX` times is
 dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure. If group after group
-is dropped, the run ends (`NothingScored`) instead of generating for nothing.
+is dropped, the run ends (`NothingScored`) instead of generating for nothing. A worker whose reward is NaN or infinite
+where another scorer's of the same answers is finite is reported; where none is finite, the group or the scorer's code
+is the cause and nobody is named.
 """
 
 import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import DeadlineExceeded, EnvironmentFailed, NothingScored, RewardFailed, WrongNumbers
@@ -46,24 +49,35 @@ WATCHED_GROUPS = 256
 """All groups of a worker that was contradicted are checked, this many."""
 
 
+Tokens = tuple[tuple[int, ...], ...]
+"""Of each sample of a group."""
+
+
 class InvalidScores(ValueError):
-    """A worker's answer does not match the request."""
+    """A worker's answer does not match the request. `not_finite`: group -> its rewards, where one is NaN or infinite;
+    empty if the answer does not match for another reason."""
+
+    def __init__(self, because: str, not_finite: Mapping[GroupId, Rewards] = MappingProxyType({})) -> None:
+        self.not_finite = not_finite
+        super().__init__(because)
 
 
-def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[float]]) -> list[Rewards]:
     """The answer, if it has one finite number per sample.
 
     Raises:
-        InvalidScores: names the group for which it does not.
+        InvalidScores: names the groups for which it does not.
     """
     if len(answer) != len(groups):
         raise InvalidScores(f"{len(answer)} answers for {len(groups)} groups")
     for group, rewards in zip(groups, answer, strict=True):
         if len(rewards) != len(group.samples):
             raise InvalidScores(f"group {group.group_id}: {len(rewards)} rewards for {len(group.samples)} samples")
-        if not all(math.isfinite(r) for r in rewards):
-            raise InvalidScores(f"group {group.group_id}: a reward is not finite")
-    return [tuple(float(r) for r in rewards) for rewards in answer]
+    found = [tuple(float(r) for r in rewards) for rewards in answer]
+    not_finite = {g.group_id: r for g, r in zip(groups, found, strict=True) if not all(map(math.isfinite, r))}
+    if not_finite:
+        raise InvalidScores(f"group {', '.join(not_finite)}: a reward is not finite", not_finite)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +151,8 @@ class RewardScoring:
         self._under_way: set[GroupId] = set()
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
+        # group -> worker -> the tokens that it judged, and its rewards, of which one is not finite
+        self._not_finite: dict[GroupId, dict[EngineKey, tuple[Tokens, Rewards]]] = defaultdict(dict)
         self._dropped = 0  # in a row
         self._on_observed = on_observed
         self._conversations = None if turns is None else Conversations(table, turns, self._drop, self._observed)
@@ -261,6 +277,8 @@ class RewardScoring:
         except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
             name = e.kind if isinstance(e, RewardFailed) else type(e).__name__
             logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), name, e)
+            if isinstance(e, InvalidScores):
+                self._keep_not_finite(key, groups, e)
             for group_id in ids:
                 self._note_failure(group_id, key, f"reward_failed: {name}")
             if isinstance(e, DeadlineExceeded):
@@ -273,6 +291,7 @@ class RewardScoring:
             pairs = zip(groups, answer, strict=True)
             answer = await asyncio.gather(*(self._compared(key, group, rewards) for group, rewards in pairs))
             for sent, rewards in zip(groups, answer, strict=True):
+                self._contradict_not_finite(key, sent, rewards)
                 group = self._table.groups.get(sent.group_id)
                 # Closed, or regenerated after a rollback: the rewards are for discarded tokens.
                 if (
@@ -297,6 +316,49 @@ class RewardScoring:
         if is_final or len(self._failed_at[group_id]) >= self._limits.attempts:
             self._drop(group_id, reason)
 
+    def _keep_not_finite(self, key: EngineKey, groups: Sequence[PromptGroup], error: InvalidScores) -> None:
+        """Until another scorer has judged the same answers: the controller itself, if there is no other worker."""
+        for sent in groups:
+            rewards = error.not_finite.get(sent.group_id)
+            if rewards is None:
+                continue
+            self._not_finite[sent.group_id][key] = _tokens(sent), rewards
+            if len(self._workers) < 2 and self._check.share and self._check.score is not None:
+                own = tuple(self._check.score(sent))
+                if all(map(math.isfinite, own)):
+                    self._contradict_not_finite(self._check.here, sent, own)
+
+    def _contradict_not_finite(self, by: EngineKey, sent: PromptGroup, rewards: Rewards) -> None:
+        """Reports the workers whose rewards of these answers were not finite, while those of `by` are."""
+        for odd, (tokens, given) in self._not_finite.pop(sent.group_id, {}).items():
+            # Without `share` the scorer may give equal answers different rewards. Against itself none is a second one.
+            if self._check.share and odd != by and tokens == _tokens(sent):
+                self._name(odd, sent.group_id, {odd: given, by: rewards}, used=rewards)
+
+    def _name(self, odd: EngineKey, group_id: GroupId, answers: Mapping[EngineKey, Rewards], used: Rewards) -> None:
+        """Reports a worker that others contradict, and has its next groups checked."""
+        self._record(odd, group_id, answers, used)
+        if odd in self._workers:
+            self._watched[odd] = WATCHED_GROUPS
+        given = "; ".join(f"{_shown(r)} at {k[0]}#{k[1]}" for k, r in answers.items())
+        self._check.report(
+            WrongNumbers(
+                replica=odd[0], incarnation=odd[1], unit=f"prompt group {group_id}", because=f"rewards {given}"
+            )
+        )
+
+    def _record(
+        self, odd: EngineKey | None, group_id: GroupId, answers: Mapping[EngineKey, Rewards], used: Rewards
+    ) -> None:
+        self._recorder.event(
+            RewardsCompared(
+                group=group_id,
+                rewards={f"{replica}#{incarnation}": given for (replica, incarnation), given in answers.items()},
+                odd=f"{odd[0]}#{odd[1]}" if odd else "",
+                used=used,
+            )
+        )
+
     async def _compared(self, key: EngineKey, group: PromptGroup, rewards: Rewards) -> Rewards:
         """The rewards to use: those of worker `key`, unless two others agree on different ones."""
         check, watched = self._check, self._watched[key] > 0
@@ -319,40 +381,32 @@ class RewardScoring:
                     return rewards
             except Exception as e:  # noqa: BLE001 deliberate: its own loop finds out what is wrong with it
                 logger.warning("%s#%d gave no second opinion: %s: %s", *other, type(e).__name__, e)
+                if isinstance(e, InvalidScores):
+                    self._keep_not_finite(other, [group], e)  # the caller has finite ones
         if len(answers) == 1 or (len(answers) == 2 and equal(*answers.values())):
             return rewards
         if len(answers) == 2 and check.score is not None:
             answers[check.here] = tuple(check.score(group))
         verdict = judge(answers)
-        self._recorder.event(
-            RewardsCompared(
-                group=group.group_id,
-                rewards={f"{replica}#{incarnation}": given for (replica, incarnation), given in answers.items()},
-                odd=f"{verdict.odd[0]}#{verdict.odd[1]}" if verdict.odd else "",
-                used=verdict.rewards,
-            )
-        )
-        if verdict.odd is not None:
-            self._watched[verdict.odd] = WATCHED_GROUPS
-            given = "; ".join(f"{_shown(r)} at {k[0]}#{k[1]}" for k, r in answers.items())
-            check.report(
-                WrongNumbers(
-                    replica=verdict.odd[0],
-                    incarnation=verdict.odd[1],
-                    unit=f"prompt group {group.group_id}",
-                    because=f"rewards {given}",
-                )
-            )
+        if verdict.odd is None:
+            self._record(None, group.group_id, answers, verdict.rewards)
+        else:
+            self._name(verdict.odd, group.group_id, answers, verdict.rewards)
         return verdict.rewards
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         self._failed_at.pop(group_id, None)
         self._losses.pop(group_id, None)
+        self._not_finite.pop(group_id, None)
         if group_id in self._table.groups:
             self._give_up(group_id, reason)
             self._dropped += not is_held_out(group_id)
             if self._dropped >= DROPPED_MAX:
                 raise NothingScored(groups=self._dropped, last=reason)
+
+
+def _tokens(group: PromptGroup) -> Tokens:
+    return tuple(sample.tokens for sample in group.samples)
 
 
 def _shown(rewards: Rewards) -> str:

@@ -100,6 +100,7 @@ KINDS: dict[str, InjectionSpec] = {
     "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
     "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
     "rollout-nan": InjectionSpec(role="rollout", hows=("nan",), at=ENGINE_STEP),  # log-probabilities of one step
+    "reward-nan": InjectionSpec(role="reward", hows=("nans", "nan"), at=SCORE),  # of every group, or of one
     "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
     "reward-wrong": InjectionSpec(role="reward", hows=("skew",), at=SCORE),  # of every group, until its bound
     "rollout-wrong": InjectionSpec(role="rollout", hows=("skew",), at=ENGINE_STEP),  # every log-probability, the same

@@ -46,6 +46,7 @@ class InProcessFault(StrEnum):
     DELAY = "delay"  # sleeps in each later unit of work
     RAISE = "raise"  # an exception of user code
     NAN = "nan"  # this unit of work yields numbers that are not finite
+    NANS = "nans"  # ... and so does each later one
     SCALE = "scale"  # ... that are finite and wrong
     SKEW = "skew"  # ... and so does each later one
     FLIP = "flip"  # the next tensor is sent with one byte flipped
@@ -54,12 +55,13 @@ class InProcessFault(StrEnum):
 
 FACTORS = {
     InProcessFault.NAN: math.nan,
+    InProcessFault.NANS: math.nan,
     InProcessFault.SCALE: 1000.0,
     InProcessFault.SKEW: -1.0,
     InProcessFault.FLIP: -1.0,
 }
 """By which these faults multiply the numbers of a unit of work. (FLIP: any number; the sender flips a byte.)"""
-LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW})
+LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW, InProcessFault.NANS})
 """Faults of each unit of work from now on, until their bound or until they are withdrawn."""
 ONCE = frozenset({InProcessFault.NAN, InProcessFault.SCALE, InProcessFault.FLIP})
 """Faults of one unit of work, over at once."""

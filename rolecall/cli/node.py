@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -303,6 +304,24 @@ def end(
     from rolecall.node.end_process import end_process
 
     out(end_process(pid, start_ticks, grace_seconds=grace))
+
+
+@node.command(epilog=examples("rolecall node orphans", "rolecall node orphans --json"))
+def orphans(as_json: JsonOption = False) -> int:
+    """List engine processes of THIS machine whose server is gone, with the command that ends each.
+
+    Exit code 1 if there are any."""
+    from rolecall.node.orphans import find_orphans, gpu_bytes_by_pid, running_processes
+
+    found = list(find_orphans(running_processes(time.time()), gpu_bytes_by_pid()))
+    lines = []
+    for orphan in found:
+        held = "" if orphan.gpu_bytes is None else f", {orphan.gpu_bytes / 2**30:.1f} GiB of GPU memory"
+        hours = f"{orphan.age_seconds / 3600:.1f} h old"
+        lines.append(f"{orphan.title}: pid {orphan.pid}, {hours}{held}, child of {orphan.adopted_by}")
+        lines.append(f"  {orphan.command}")
+    show(as_json, [o.to_dict() for o in found], [*map(plain, lines)] or ["no engine process without its server"])
+    return 1 if found else 0
 
 
 @node.command(

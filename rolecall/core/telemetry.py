@@ -216,6 +216,8 @@ class AgentEventKind(StrEnum):
     LINK_UP = "link_up"
     KERNEL = "kernel"  # another fault in the kernel log: `what`, `line`
     NCCL = "nccl"  # RAS state of a communicator: `what`, `communicator`
+    DISK_FULL = "disk_full"  # of the data directory: `path`, `device`, `available_bytes`, `size_bytes`, `files_free`
+    DISK_FREE = "disk_free"  # it has room again: the same
     PROBE_DOWN = "probe_down"  # a collector cannot read, or hangs: `probe`, `reason`
     PROBE_UP = "probe_up"  # it can again: `probe`
     REFUSED = "refused"  # a process claimed a wrong or taken identity: `reason`, `pid`

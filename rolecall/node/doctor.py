@@ -337,7 +337,7 @@ def _ray(facts: NodeFacts) -> Iterator[_Result]:
             # vllm#55510: an engine core that outlived its actor kept 115 GiB of the GPU.
             yield _warning(
                 f"Ray's raylet {pid} leaves the children of dead actors running: an engine's core can keep its GPU",
-                f"set {RAY_CLEANUP}=1 before `ray start`",
+                f"set {RAY_CLEANUP}=1 before `ray start`; `rolecall node orphans` lists what was left",
             )
         else:
             yield _ok(f"Ray's raylet {pid} ends the children of dead actors")

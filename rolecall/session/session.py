@@ -67,6 +67,8 @@ JOURNAL_WAIT_SECONDS = 120.0
 """How long the journal may be unavailable (its server restarts, its disk is full) before the run is stopped."""
 JOURNAL_RETRY_SECONDS = 1.0
 HOLD_FLAG, DONE_FLAG = "hold", "done"
+TRIED_FLAG = "writable_at"
+"""Written to try whether the journal takes writes."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -268,6 +270,9 @@ class Session:
         lease = journal.lease(LEASE_NAME)
         own = lease is not None and holder_pid(lease.holder) == watch.process.pid
         late_seconds = self.clock.wall() - lease.expires_at if lease is not None and own else 0.0
+        if late_seconds > 0:
+            # A journal on a full disk can be read and not written: then the watch is not at fault, and this raises.
+            journal.set_flag(TRIED_FLAG, str(self.clock.wall()))
         self._late_checks = self._late_checks + 1 if late_seconds > 0 else 0
         if self._late_checks > LATE_CHECKS_MAX:
             logger.warning("watch has not renewed its lease for %.0f s: killing it", late_seconds)

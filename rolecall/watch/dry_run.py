@@ -75,5 +75,6 @@ def planned_calls(run: RunDir, replica: str) -> str:
     lines.append(f"it would end with: {found.ends}" if found.calls else found.ends)
     lines.append(f"also ends: {', '.join(found.also)}" if found.also else "nothing else ends")
     if beyond := found.beyond(counted_replicas):
-        lines.append(f"refused in the end: the role of {', '.join(beyond)} is not in `roles` of the watch file")
+        names = ", ".join(beyond)
+        lines.append(f"refused in the end: {names}: of a role that is not in `roles` of the watch file, or another job")
     return "\n".join(lines)

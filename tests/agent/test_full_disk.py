@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,11 @@ def disk_of(kind: str, node_dir: Path) -> Iterator[Quota]:
         subprocess.run(["umount", "-l", str(node_dir)], check=True)
 
 
+def told(agent: AgentProcess) -> list[dict[str, Any]]:
+    """What it tells of processes: of the disk itself it tells when it looks."""
+    return [e for e in agent.events() if not e["kind"].startswith("disk_")]
+
+
 def lost(agent: AgentProcess) -> float:
     [line] = [n for n in agent.get("/metrics")[1].splitlines() if n.startswith("rolecall_agent_events_lost_total{")]
     return float(line.rpartition(" ")[2])
@@ -80,11 +86,18 @@ def test_a_full_disk_costs_events_on_disk_and_nothing_else(tmp_path: Path, kind:
             disk.fill(agent.pid)
             for n in range(2, NUM_EVENTS):
                 child.do(f"reporter.become(replica='rollout/1', incarnation={n}, secret={secret('rollout/1', 0, n)!r})")
-                eventually(lambda n=n: agent.events()[-1]["incarnation"] == n, f"promotion {n} is reported")
+                eventually(lambda n=n: told(agent)[-1]["incarnation"] == n, f"promotion {n} is reported")
             assert lost(agent) > 0
             assert [e["seq"] for e in agent.events()] == list(range(1, len(agent.events()) + 1))
             assert agent.get("/healthz")[0] == 200
+            if kind == "tmpfs":
+                eventually(lambda: [e for e in agent.events() if e["kind"] == "disk_full"], "the full disk is reported")
             disk.empty(agent.pid)
+            if kind == "tmpfs":
+                eventually(lambda: agent.events()[-1]["kind"] == "disk_free", "the room is reported")
+                full, free = (e["detail"] for e in agent.events() if e["kind"].startswith("disk_"))
+                assert full["path"] == free["path"] == str(node_dir) and full["device"] == free["device"]
+                assert int(full["available_bytes"]) < 4096 <= int(free["available_bytes"])
             before = lost(agent)
             child.close()
             eventually(lambda: agent.events()[-1]["kind"] == "exited", "the end is reported")

@@ -137,6 +137,18 @@ def test_agent_and_watch_are_found_when_they_are_started_again() -> None:
     assert not told["named"] and told["reason"] == "no restart of the watch is recorded"
 
 
+def test_a_full_disk_hits_all_nodes_because_it_is_that_of_one_host(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    run.write({"nodes": ["node-0", "node-1"]})
+    record = {"target": "controller/0", "incarnation": 2, "node": "node-0"}
+    hits = {}
+    for kind in ("disk-full", "journal-down"):
+        piece = chaos.Piece([fault(kind, role="controller")], {}, 1.0)
+        piece._run = run
+        hits[kind] = piece._hit(fault(kind, role="controller"), record)
+    assert hits == {"disk-full": {"controller/0#2", "node-0", "node-1"}, "journal-down": {"controller/0#2"}}
+
+
 def test_innocent_is_who_is_gone_without_being_hit_planned_or_on_a_lost_node() -> None:
     names = {1: "hit", 2: "planned", 3: "innocent", 4: "alive", 5: "on the lost node", 6: "reused"}
     before = [

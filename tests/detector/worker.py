@@ -1,4 +1,5 @@
-"""A process like a rollout: works in units of a few milliseconds, reports them, and takes a fault by line on stdin."""
+"""A process like a rollout: works in units of a few milliseconds, reports them, and takes a fault by line on stdin. A
+standby has started and waits."""
 
 import re
 import sys
@@ -24,6 +25,11 @@ def unit() -> None:
 
 reporter.start(replica=replica, rank=0, incarnation=1, secret=secret, node_dir=node_dir)
 threading.Thread(target=listen, daemon=True).start()
+if replica.startswith("standby/"):
+    for phase in ("start", "wait"):
+        reporter.enter_phase(phase)
+        time.sleep(0.5)
+    threading.Event().wait()
 reporter.enter_phase("generate")
 reporter.update(requests_active=8)
 while True:

@@ -1,19 +1,41 @@
 """The journal's disk is full (docs/howto/full-disk.md): nothing is lost, nothing is done twice, and all of it continues
 once there is space again."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.core.errors import JournalUnavailable
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.errors import JournalCorrupt, JournalUnavailable
 from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import OncallPaged, Payload
-from rolecall.recovery.incidents import IncidentOutcome
+from rolecall.detector.base.findings import FULL_DISK
+from rolecall.recovery import policy
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
+from rolecall.recovery.loop import DAMAGED_TICKS_MAX, FAILED_TICKS_MAX, UNAVAILABLE_TICKS_MAX, failed_ticks_max
 from tests.full_disk import SmallDisk, small_disk
 from tests.recovery.world import World
+
+
+class StopAfter(threading.Event):
+    """Set after so many seconds of fake time, which pass in its waits."""
+
+    def __init__(self, clock: FakeClock, seconds: float) -> None:
+        super().__init__()
+        self._clock, self._ends, self.num_waits = clock, clock.monotonic() + seconds, 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._clock.advance(timeout or 0.0)
+        self.num_waits += 1
+        if self._clock.monotonic() >= self._ends:
+            self.set()
+        return self.is_set()
 
 
 @pytest.fixture
@@ -85,3 +107,74 @@ def test_a_disk_that_fills_in_the_middle_of_an_incident_delays_it_only(disk: Sma
     assert world.only().outcome is IncidentOutcome.RESOLVED
     assert world.runtime.replaced == [("rollout/1", 1)]
     world.journal.verify()
+
+
+def _full_disk(onset: float) -> Diagnosis:
+    return Diagnosis(
+        suspects=(Suspect(node=NodeId("node-0")),),
+        fault_class=FaultClass.RESOURCE_EXHAUSTED,
+        onset=onset,
+        detected_at=onset + 2.0,
+        confidence=0.99,
+        because="the disk of /runs/a on node-0 is full: 0 of 1,048,576 bytes free",
+        detectors=(FULL_DISK,),
+        advice="free space on the disk of /runs/a",
+        about=f":{FULL_DISK}:/runs/a",
+    )
+
+
+def test_on_call_is_told_of_the_full_disk_while_it_is_full_and_the_incident_ends_with_it(disk: SmallDisk) -> None:
+    world = World(disk.path)
+    watch = world.watch()
+    world.run(2, watch)
+    world.detector.extra = [_full_disk(world.clock.wall())]
+    disk.fill()
+    stop = StopAfter(world.clock, 40.0)
+    with pytest.raises(JournalUnavailable):  # its lease cannot be released
+        watch.run(stop)
+    assert stop.num_waits > FAILED_TICKS_MAX, "it goes on for longer than after other failures"
+    (sent,) = world.notifier.messages
+    assert (sent.kind, sent.seq, sent.facts) == ("oncall_paged", 0, {"topic": FULL_DISK})
+    assert "0 of 1,048,576 bytes free, and the journal cannot be written; free space" in sent.because
+    assert world.incidents() == []
+    disk.free()
+    world.run(30, watch)
+    incident = world.only()
+    assert incident.outcome is None and incident.state is IncidentState.PLANNED, "it is still reported"
+    assert "no replica is evicted" in incident.page_reason
+    world.detector.extra = []
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
+    assert [m.kind for m in world.notifier.messages] == ["oncall_paged", "oncall_paged", "incident_closed"]
+    assert world.notifier.messages[-1].resolved
+    assert world.runtime.replaced == []
+    world.journal.verify()
+
+
+def test_one_without_the_lease_tells_nobody_of_a_full_disk(disk: SmallDisk) -> None:
+    world = World(disk.path)
+    leader, follower = world.watch(), world.watch()
+    world.run(2, leader, follower)
+    world.detector.extra = [_full_disk(world.clock.wall())]
+    disk.fill()
+    world.clock.advance(world.config.lease_seconds + 1.0)  # it cannot take over
+    stop = StopAfter(world.clock, 10.0)
+    follower.run(stop)
+    assert stop.num_waits > 10 and world.notifier.messages == []
+
+
+@pytest.mark.parametrize(
+    ("error", "most"),
+    [
+        (JournalCorrupt(where="x", reason="y"), DAMAGED_TICKS_MAX),
+        (JournalUnavailable(where="x", reason="y", hint="z"), UNAVAILABLE_TICKS_MAX),
+        (RuntimeError("a defect"), FAILED_TICKS_MAX),
+    ],
+)
+def test_how_often_a_watch_tries_depends_on_what_fails(error: Exception, most: int) -> None:
+    assert failed_ticks_max(error) == most
+    assert DAMAGED_TICKS_MAX < FAILED_TICKS_MAX < UNAVAILABLE_TICKS_MAX
+
+
+def test_policy_and_detector_mean_the_same_finding() -> None:
+    assert policy.FULL_DISK == FULL_DISK

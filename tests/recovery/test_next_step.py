@@ -23,6 +23,7 @@ from rolecall.recovery.incidents import (
     IncidentState,
 )
 from rolecall.recovery.next_step import CLEAR_SECONDS, UNSEEN_SECONDS, Append, Decide, Move, Perform, next_step
+from rolecall.recovery.policy import FULL_DISK
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import ask, fleet
 
@@ -118,6 +119,19 @@ def test_tolerating_calls_an_operator_first_where_nothing_helps_and_only_once() 
     called = replace(i, page_topics=frozenset({"nothing_helps"}))
     assert _said(_move(called)) == (K.INCIDENT_CLOSED, "escalated")
     assert _said(_move(_incident(S.PLANNED, _attempt(A.TOLERATE)))) == (K.INCIDENT_CLOSED, "tolerated")
+
+
+@pytest.mark.parametrize("mode", ["act", "approve"])
+def test_the_incident_of_a_full_disk_stays_open_until_there_is_room(mode: str) -> None:
+    suspects = (Suspect(node=NodeId("node-0")),)
+    full = replace(CRASH, suspects=suspects, fault_class=F.RESOURCE_EXHAUSTED, detectors=(FULL_DISK,))
+    i = _incident(S.PLANNED, _attempt(A.TOLERATE, page_oncall=True), d=full)
+    config = {"config": {"mode": mode}}
+    assert _said(_move(i, **config)) == (K.ONCALL_PAGED, "nothing_helps")
+    called = replace(i, page_topics=frozenset({"nothing_helps"}))
+    assert _move(called, **config) is None
+    over = _move(called, absent_seconds=CLEAR_SECONDS, **config)
+    assert _said(over) == (K.INCIDENT_CLOSED, "self_recovered")
 
 
 @pytest.mark.parametrize("mode", ["act", "approve", "observe"])
@@ -348,6 +362,8 @@ def test_a_pause_holds_an_approved_plan_and_is_recorded_once() -> None:
         (fleet(), {"paused": "by me"}, False),
         (fleet(), {"config": {"mode": "observe"}}, False),
         (fleet(rollout_1=2), {"paused": "by me"}, True),  # it has happened: repeating it is without effect
+        (fleet(), {"paused": "by me", "begun": True}, True),  # of several calls some were made
+        (fleet(), {"config": {"mode": "observe"}, "begun": True}, False),
     ],
 )
 def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(

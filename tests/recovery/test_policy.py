@@ -12,7 +12,7 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
-from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, question, slow_gain
+from rolecall.recovery.policy import FULL_DISK, FailedAttempt, PolicyInput, decide, question, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
 
 A, F = ActionKind, FaultClass
@@ -59,6 +59,13 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
     "crash": (ask(diagnosis(F.CRASH, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, "rollout/1#1: crash"),
     "hang": (ask(diagnosis(F.HANG, ("trainer/0", 1))), A.REPLACE_REPLICA, ("trainer/0#1",), False, "hang"),
     "out of memory": (ask(diagnosis(F.RESOURCE_EXHAUSTED, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, ""),
+    "full disk": (
+        ask(diagnosis(F.RESOURCE_EXHAUSTED, because="disk is full", detectors=(FULL_DISK,), advice="free space on it")),
+        A.TOLERATE,
+        (),
+        True,
+        "disk is full: no replica is evicted; free space on it",
+    ),
     "wrong weights": (ask(diagnosis(F.WRONG_WEIGHTS, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, ""),
     "a group": (
         ask(diagnosis(F.HANG, ("trainer/1", 1), ("trainer/0", 1))),

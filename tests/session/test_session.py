@@ -21,6 +21,8 @@ from rolecall.session.session import (
     DONE_FLAG,
     HOLD_FLAG,
     JOURNAL_WAIT_SECONDS,
+    LATE_CHECKS_MAX,
+    LEASE_CHECK_SECONDS,
     TICK_SECONDS,
     WATCH_STUCK_SECONDS,
     Interrupted,
@@ -28,6 +30,7 @@ from rolecall.session.session import (
 )
 from rolecall.terminal.run import Screen
 from tests.events import filled
+from tests.full_disk import small_disk
 from tests.support import eventually
 
 HOLD_SECONDS = 42.0
@@ -154,6 +157,41 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
         first.wait(10)
         watch.stop()
         journal.close()
+
+
+def test_a_watch_whose_lease_runs_out_because_the_journals_disk_is_full_is_not_ended(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
+        session = Session(
+            job=job,
+            root=disk.path,
+            run_id="full",
+            schedule=FaultSchedule(1, ()),
+            show=False,
+            minutes_max=10,
+            clock=clock,
+        )
+        run, made = session._create()
+        made.close()
+        journal = Journal(run.database_url, clock=clock)
+        watch = Child([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "watch.log", run)
+        watch.start()
+        assert watch.process is not None
+        try:
+            assert journal.acquire(LEASE_NAME, f"some:host:{watch.process.pid}:77", 5.0) is not None
+            disk.fill()
+            clock.advance(6.0)
+            for _ in range(2 * LATE_CHECKS_MAX):
+                clock.advance(LEASE_CHECK_SECONDS)
+                with pytest.raises(JournalUnavailable):
+                    session._keep_watch(watch, journal)
+            disk.free()
+            clock.advance(LEASE_CHECK_SECONDS)
+            session._keep_watch(watch, journal)
+            assert watch.died() is None and session._late_checks == 1
+        finally:
+            watch.stop()
+            journal.close()
 
 
 @pytest.mark.parametrize(

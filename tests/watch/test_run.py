@@ -13,6 +13,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.session.demo import demo_job
 from rolecall.testing.synthetic_run import FakeFleet
 from rolecall.watch import run as watching
+from tests.full_disk import small_disk
 
 
 class Panels:
@@ -59,6 +60,23 @@ def test_panel_findings_reach_the_engine_and_learning_continues(
     standing = [watcher.observe(o) for o in fleet.run(2.0)]
     assert [d.because for d in standing[-1]] == ["its metrics"]
     assert "its metrics" in (tmp_path / watching.LEARNED_FILE).read_text()
+
+
+def test_a_full_disk_leaves_the_engine_its_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, fleet = FakeClock(), FakeFleet(seed=1)
+    with small_disk(tmp_path / "disk") as disk:
+        watcher = _watcher(disk.path, clock)
+        for o in fleet.run(15.0):
+            watcher.observe(o)
+        disk.fill()
+        clock.advance(watching.KEEP_SECONDS)
+        for o in fleet.run(3.0):
+            watcher.observe(o)
+        assert "No space left on device" in caplog.text
+        assert not (disk.path / watching.LEARNED_FILE).exists()
+        fleet.kill("rollout/2")
+        reported = [d.key for o in fleet.run(1.0) for d in watcher.observe(o)]
+        assert set(reported) == {"crash:rollout/2#1"}
 
 
 def test_panels_that_fail_leave_the_engine_its_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

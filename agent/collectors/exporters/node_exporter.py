@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.samples import Sample
 
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES, NETWORK_TYPES
+from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES
+from rolecall.agent.disk_space import is_remote
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.collectors import NETWORK_METRICS, STORAGE_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -99,7 +100,7 @@ def _mount(name: str, *, inverted: bool = False) -> Rule:
 
     def rule(labels: Mapping[str, str], value: float) -> Found:
         mount, kind = labels.get("mountpoint", ""), labels.get("fstype", "")
-        ours = mount in ALWAYS or kind in LOCAL_TYPES or kind in NETWORK_TYPES or kind.startswith("fuse")
+        ours = mount in ALWAYS or kind in LOCAL_TYPES or is_remote(kind)
         if mount and ours:
             yield metric, (mount,), float(not value) if inverted else value
 

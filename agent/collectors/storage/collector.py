@@ -20,6 +20,7 @@ from typing import NamedTuple
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.counters import MonotonicCounters
 from rolecall.agent.collectors.process.host import parse_stalls
+from rolecall.agent.disk_space import is_remote
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.collectors import STORAGE_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -36,14 +37,6 @@ LOCAL_TYPES = frozenset(
 )
 ALWAYS = frozenset({"/", "/dev/shm"})
 """Polled whatever their type: in a container the root is an overlay, and shared memory is a tmpfs."""
-NETWORK_TYPES = frozenset(
-    {
-        *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "9p", "afs", "glusterfs"),
-        "wekafs",
-        "virtiofs",
-    }
-)
-"""In addition to all that begin with `fuse`."""
 
 _BY_NAME = {m.name: m for m in STORAGE_METRICS}
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -97,10 +90,6 @@ def parse_mounts(text: str) -> list[Mount]:
             device, path = (_OCTAL.sub(lambda m: chr(int(m.group(1), 8)), p) for p in parts[:2])
             found.append(Mount(device, path, parts[2], "ro" in parts[3].split(",")))
     return found
-
-
-def is_remote(type_: str) -> bool:
-    return type_ in NETWORK_TYPES or type_.startswith("fuse")
 
 
 def chosen(mounts: Iterable[Mount], named: Iterable[str]) -> list[Mount]:

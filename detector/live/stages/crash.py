@@ -62,10 +62,12 @@ CONSEQUENCE_TEXT = re.compile(
 """Messages of the errors that gloo, NCCL and TCPStore raise at a rank that lost a peer; their type is RuntimeError."""
 HARDWARE_TEXT = re.compile(
     r"(CUDA|HIP) error: (?!device-side assert|out of memory|invalid)|uncorrectable (ECC|NVLink)|"
-    r"unspecified launch failure|CUDNN_STATUS_(INTERNAL|EXECUTION)|input/output error|bus error",
+    r"unspecified launch failure|CUDNN_STATUS_(INTERNAL|EXECUTION)|input/output error|bus error|"
+    r"no space left on device|disk quota exceeded|the journal cannot be used now",
     re.IGNORECASE,
 )
-"""Messages that a faulty GPU, link or disk causes as well as a bug: on several ranks they do not prove a bug."""
+"""Messages that a faulty GPU, link or disk, or a full disk, causes as well as a bug: on several ranks they do not prove
+a bug."""
 
 
 def last_exception(fleet: MonitoredProcesses, subject: MonitoredProcess) -> ReceivedException | None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
+from rolecall.core.membership import is_standby
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, UNCOUNTED, AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import (
@@ -48,6 +49,10 @@ none, and a busy loop that holds the interpreter sends no heartbeats."""
 WORKING_P99_FACTOR = 12.0
 """Deadline of a working process as a multiple of the P99 of its units: four times slower, with three times the usual
 tail."""
+
+STANDBY_BEAT_SECONDS = 30.0
+"""Deadline for the heartbeat of a standby that has started and waits. Nothing holds its interpreter; nor does anybody
+wait for it, so that there is time to be sure. Its start has a longer one."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
 """Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
@@ -107,9 +112,12 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
-        # Between two steps a job compiles and forks, too, which holds the interpreter: for CPU time above all.
-        is_between = subject.phase == Phase.WAIT and not subject.stopped
+        # Between two steps jobs compile and fork, too, which holds the interpreter: for CPU time above all.
+        is_between = subject.incarnation == UNCOUNTED and subject.phase == Phase.WAIT and not subject.stopped
         return replace(learned, effective_share=1.0) if is_between else learned
+    if is_standby(subject.replica) and subject.phase in PHASES_WITHOUT_DUE_PROGRESS:
+        seconds = min(STANDBY_BEAT_SECONDS, config.first_unit_seconds)
+        return Deadline(seconds=seconds, text=f"{seconds:g} s, of a standby", learned=False, effective_share=1.0)
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
     return learned_deadline(None, config)

@@ -388,8 +388,13 @@ class RewardsCompared(Payload):
         Mapping[str, tuple[float, ...]],
         "scorer, `role/index#incarnation` -> reward of each sample; the controller scores if there is no third worker",
     ]
-    odd: Annotated[str, "scorer that two others contradict; empty: all differ"]
-    used: Annotated[tuple[float, ...], "rewards used for training: those of the two; else the first ones"]
+    odd: Annotated[
+        str,
+        "scorer that two others contradict, or whose rewards are not finite where another's are; empty: all differ",
+    ]
+    used: Annotated[
+        tuple[float, ...], "rewards used for training: those of the two, or the finite ones; else the first ones"
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Report:
         self.enter_phase(phase)
 
     def count_collectives(self, issued: Callable[[], int]) -> None:
-        assert issued() == -1, "this process has no process group"
+        assert issued() >= -1
 
     def exchange(self) -> None:
         self.exchanges += 1

@@ -134,6 +134,23 @@ def test_hangs_are_reported(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_a_standby_that_is_stopped_is_reported(run: Run) -> None:
+    """It waits and has done no work. Its deadline is 30 s, shortened here by that of a start."""
+    run.detector = LiveDetector(DetectorConfig(mask_proc_state=True, first_unit_seconds=10.0), {"rollout": 3})
+    run.start("standby/0")
+    deadline = time.monotonic() + 60
+    while not run.detector.waits("standby/0", 1):
+        assert time.monotonic() < deadline, "the standby does not wait"
+        run.watch(0.5)
+    run.watch(12.0)
+    assert not run.reported, "it waits, and sends heartbeats"
+    os.kill(run.workers["standby/0"].pid, signal.SIGSTOP)
+    run.watch(60.0)
+    assert list(run.reported) == ["hang:standby/0#1"], run.reported
+    assert "no heartbeat in wait" in run.reported["hang:standby/0#1"][1].because
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["duty_cycle", "delay"])
 def test_a_slow_one_is_reported(run: Run, how: str) -> None:
     run.learn()

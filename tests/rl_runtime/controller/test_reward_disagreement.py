@@ -1,6 +1,7 @@
 """Second opinions on rewards: who is contradicted, which rewards count, and what a wrong worker does to a run."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,40 @@ def test_a_contradicted_worker_is_checked_more_often(tmp_path: Path) -> None:
     compared = few.events(EventKind.REWARDS_COMPARED)
     sampled = [b for b in compared if is_sampled(few.job.seed, b["group"], 0.05)]
     assert len(compared) > 3 * len(sampled) > 0 and len(compared) < WATCHED_GROUPS
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("added", [math.nan, math.inf])
+def test_a_worker_whose_rewards_are_not_finite_is_named_outside_of_the_sample_too(
+    tmp_path: Path, num_workers: int, added: float
+) -> None:
+    """One that is alone is contradicted by the controller."""
+
+    async def script(w: World) -> None:
+        worker = w.fleet.newest("reward/0").body
+        worker.added = added
+        if num_workers == 1:
+            await asyncio.sleep(0.5)
+            worker.added = 0.0
+
+    job = small_job(runtime__reward_check_share=1e-9, roles__reward=num_workers)
+    w = World(job=job, path=tmp_path, seed=0, script=script).run()
+    w.check()
+    compared = w.events(EventKind.REWARDS_COMPARED)
+    assert compared and {b["odd"] for b in compared} == {"reward/0#1"}
+    assert all(math.isfinite(r) for b in compared for r in b["used"])
+    assert not any(math.isfinite(float(r)) for b in compared for r in b["rewards"]["reward/0#1"])
+    report = parse_page(reporter.page_bytes()).exception
+    assert report is not None
+    found = WrongNumbers.parse(report.message)
+    assert found is not None and found[:2] == ("reward/0", 1) and "at reward/0#1" in found[3]
+
+
+def test_without_a_share_a_reward_that_is_not_finite_names_nobody(tmp_path: Path) -> None:
+    """The scorer may give equal answers different rewards."""
+    w = world(tmp_path, share=0.0, num_workers=2, wrong={"reward/0": math.nan}).run()
+    w.check()
+    assert w.events(EventKind.REWARDS_COMPARED) == []
 
 
 def test_a_peer_that_dies_while_it_is_asked_costs_only_the_second_opinion(tmp_path: Path) -> None:

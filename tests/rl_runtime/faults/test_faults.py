@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import sqlite3
 import subprocess
@@ -253,21 +254,63 @@ def test_numbers_of_one_unit_of_work_are_corrupted_and_nothing_else(
     assert factors == ["None", factor, "None"], "only at its checkpoint, and once"
 
 
-def test_a_skew_lasts_until_it_is_withdrawn(run: RunDir) -> None:
+@pytest.mark.parametrize(("how", "factor"), [(InProcessFault.SKEW, "-1.0"), (InProcessFault.NANS, "nan")])
+def test_wrong_numbers_last_until_they_are_withdrawn(run: RunDir, how: InProcessFault, factor: str) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     ticks = process_start_ticks(os.getpid())
     assert ticks is not None
     path = request_path(run, os.getpid(), ticks)
-    request = InjectionRequest(request_id="s1", how=InProcessFault.SKEW, seconds=60.0, at=SCORE)
+    request = InjectionRequest(request_id="s1", how=how, seconds=60.0, at=SCORE)
     path.write_text(request.to_json())
     factors = []
     for name in (SCORE, SCORE, ENGINE_STEP):
         clock.advance(1.0)
-        factors.append(injection.factor(name))
+        factors.append(str(injection.factor(name)))
     path.unlink()
     clock.advance(1.0)
-    assert [*factors, injection.factor(SCORE)] == [-1.0, -1.0, None, None]
+    assert [*factors, str(injection.factor(SCORE))] == [factor, factor, "None", "None"]
+
+
+SCORER = """
+import json, sys, time
+from rolecall.core.config.job import parse_job
+from rolecall.core.ids import ReplicaId
+from rolecall.rl_runtime.faults.process_side import SCORE, Injection
+from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
+from tests.rl_runtime.tasks.test_reward_worker import groups
+injection = Injection(sys.argv[1], True)
+worker = RewardWorker(
+    replica=ReplicaId("reward/0"), incarnation=1, job=parse_job({"seed": 5}), on_group=lambda: injection.factor(SCORE)
+)
+made = groups(1)
+while True:
+    print(json.dumps(worker.score(1, made)), flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_real_reward_worker_returns_no_numbers_while_the_fault_lasts_and_then_the_right_ones(run: RunDir) -> None:
+    argv = [sys.executable, "-c", SCORER, str(run.path)]
+    with subprocess.Popen(argv, env=run_environment(run.path), stdout=subprocess.PIPE, text=True) as scorer:
+        try:
+            assert scorer.stdout is not None
+            right = json.loads(scorer.stdout.readline())
+            ticks = process_start_ticks(scorer.pid)
+            assert ticks is not None
+            serve(run, "reward/0", scorer.pid, ticks)
+            done: list[dict[str, object]] = []
+            injecting = threading.Thread(target=lambda: done.append(inject(run, "reward-nan", seconds=1.0)))
+            injecting.start()
+            answers = list(itertools.islice(map(json.loads, scorer.stdout), 1))
+            while injecting.is_alive() or answers[-1] != right:
+                answers.append(json.loads(scorer.stdout.readline()))
+        finally:
+            scorer.kill()
+    (record,) = done
+    assert (record["target"], record["how"]) == ("reward/0", "nans")
+    wrong = [a for a in answers if a != right]
+    assert len(wrong) > 1 and all(math.isnan(reward) for a in wrong for (group,) in [a] for reward in group)
 
 
 # --- from outside -------------------------------------------------------------------------------------------------

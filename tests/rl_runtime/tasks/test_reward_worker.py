@@ -76,5 +76,12 @@ def test_an_answer_that_does_not_fit_is_no_reward(answer: list[list[float]], wha
         checked_scores(groups(), answer)
 
 
+def test_every_group_with_a_reward_that_is_not_finite_is_named_and_no_other() -> None:
+    first, second = groups()
+    with pytest.raises(InvalidScores) as raised:
+        checked_scores([first, second], [[1.0, 0.5], [-math.inf, 1.0]])
+    assert raised.value.not_finite == {second.group_id: (-math.inf, 1.0)}
+
+
 def test_an_answer_that_fits_is_taken() -> None:
     assert checked_scores(groups(), [[1, 0], [0.5, 0.25]]) == [(1.0, 0.0), (0.5, 0.25)]

@@ -1,0 +1,108 @@
+"""Engine processes whose server is gone: they keep GPU memory, and nobody will ever use or end them.
+
+An engine's core or worker names itself (vLLM: `VLLM::EngineCore`, `VLLM::Worker_TP0`; SGLang: `sglang::scheduler_TP0`)
+and is a child of its server. When that dies without ending it (an actor of Ray without process group cleanup, SIGKILL),
+the kernel gives it to an init process: then its parent is one. Seen in vLLM's issue 55510, with 115 GiB of GPU memory.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rolecall.core.ids import process_start_ticks
+
+ENGINE = re.compile(r"^(VLLM::(EngineCore|Worker|DPCoordinator)|sglang::(scheduler|detokenizer))", re.IGNORECASE)
+INITS = frozenset(
+    ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "raylet", "slurmstepd", "s6-svscan")
+)
+"""Names of processes that inherit those whose parent has died: none of them is the server of an engine."""
+GRACE_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningProcess:
+    """`title`: first argument; `start_ticks`: field 22 of /proc/PID/stat."""
+
+    pid: int
+    parent: int
+    name: str
+    title: str
+    start_ticks: int
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrphanedEngine:
+    """`gpu_bytes`: None: unknown. `command`: ends it and its descendants, and no other process that has its PID by
+    then."""
+
+    pid: int
+    title: str
+    age_seconds: float
+    adopted_by: str
+    gpu_bytes: int | None
+    command: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def find_orphans(
+    processes: Iterable[RunningProcess], gpu_bytes: Mapping[int, int] | None = None
+) -> Iterator[OrphanedEngine]:
+    """`gpu_bytes`: GPU memory by PID; None: unknown."""
+    by_pid = {p.pid: p for p in processes}
+    for process in by_pid.values():
+        parent = by_pid.get(process.parent)
+        if parent is None or parent.name not in INITS or not ENGINE.match(process.title):
+            continue
+        yield OrphanedEngine(
+            pid=process.pid,
+            title=process.title,
+            age_seconds=process.age_seconds,
+            adopted_by=f"{parent.name} ({parent.pid})",
+            gpu_bytes=None if gpu_bytes is None else gpu_bytes.get(process.pid, 0),
+            command=f"rolecall node end {process.pid} --start-ticks {process.start_ticks} --grace {GRACE_SECONDS}",
+        )
+
+
+def running_processes(now: float) -> Iterator[RunningProcess]:
+    """Of this node. `now`: wall seconds. Processes that end meanwhile are left out."""
+    import psutil
+
+    for process in psutil.process_iter(["pid", "ppid", "name", "cmdline", "create_time"]):
+        facts = process.info
+        ticks = process_start_ticks(facts["pid"])
+        if ticks is None:
+            continue
+        words = facts["cmdline"] or [facts["name"] or ""]
+        yield RunningProcess(
+            pid=facts["pid"],
+            parent=facts["ppid"] or 0,
+            name=facts["name"] or "",
+            title=words[0],
+            start_ticks=ticks,
+            age_seconds=max(0.0, now - (facts["create_time"] or now)),
+        )
+
+
+def gpu_bytes_by_pid() -> dict[int, int] | None:
+    """GPU memory by PID, over all GPUs of this node; None: NVML is not there, or does not say."""
+    try:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+    except Exception:  # noqa: BLE001 no library, no driver, or one that does not work
+        return None
+    found: dict[int, int] = {}
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for user in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
+                found[user.pid] = found.get(user.pid, 0) + (user.usedGpuMemory or 0)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+    return found

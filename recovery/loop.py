@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.errors import (
     ActuatorError,
     ConcurrentWrite,
@@ -410,6 +410,12 @@ class Watch:
             return self._clock.wall()  # a line that cannot be read escalates nothing
         return newest.wall_at if newest is not None else None
 
+    def _has_begun(self, incident: Incident) -> bool:
+        """Whether a call of the newest plan was made."""
+        digest = incident.attempt.plan.digest if incident.attempt else ""
+        calls = self._journal.events(kinds=[EventKind.CALL_STARTED], incident_id=incident.incident_id, damaged=[])
+        return any(f":{digest}:" in (e.key or "") for e in calls)
+
     def _append(self, incident: Incident, move: Append) -> None:
         try:
             self._write(move.payload, key=move.key, incident=incident, unless=move.unless)
@@ -429,9 +435,8 @@ class Watch:
             channel=self._notifier.channel,
         ):
             self._append(incident, event)
-        for target in move.plan.targets:
-            # Before it dies: from now on its end is intended, not a second fault.
-            self._detector.forget(target.replica, target.incarnation + 1)
+        if not self._actuator.schedules:
+            self._forget(move.plan)  # before it dies
         lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
         try:
             result = self._actuator.perform(move.plan, self._lease, lost)
@@ -446,6 +451,9 @@ class Watch:
                 raise
             logger.exception("%s: the actuator failed again", incident.incident_id)
             result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
+        if self._actuator.schedules and self._has_begun(incident):
+            # Before the next look at its processes. What was refused before any call still runs, and may fail again.
+            self._forget(move.plan)
         if result is None:
             return False
         if result.done:
@@ -455,6 +463,11 @@ class Watch:
         else:
             self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))
         return True
+
+    def _forget(self, plan: Plan) -> None:
+        """From now on the end of its targets is intended, no second fault."""
+        for target in plan.targets:
+            self._detector.forget(target.replica, target.incarnation + 1)
 
     def _resume_lenders(self) -> None:
         """Starts replicas again that had lent their nodes, once nodes are free. A plan that lends a node lends it until
@@ -475,6 +488,7 @@ class Watch:
         now = self._clock.wall()
         stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
         observing, since = self._config.mode == "observe", self._detector.since
+        paused = self._journal.flag(PAUSED_FLAG)
         if observing and incident.opened_at < since:
             since += REDISCOVERY_SECONDS
         return Situation(
@@ -482,7 +496,8 @@ class Watch:
             fleet=self._fleet(),
             config=self._config,
             incidents=tuple(self._projection.incidents.values()),
-            paused=self._journal.flag(PAUSED_FLAG),
+            paused=paused,
+            begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
             absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),

@@ -194,7 +194,7 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     views = [(t, situation.fleet.find(t.replica)) for t in attempt.plan.targets]
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
-    if begins and (situation.paused is not None or situation.observing):
+    if begins and ((situation.paused is not None and not situation.begun) or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
 
@@ -389,7 +389,8 @@ def verify(
     replacement that died fails the action at once. `waiting`: replicas that are healthy and have no work. One that
     serves and still waits at the timeout has not failed; a trainer, or an engine beside one, that is ready may have to
     wait for the end of a long step, `JOIN_FACTOR` times as long. So may a standby that starts: nobody waits for it, and
-    the runtime and the detectors end a start that takes too long. `own_faults`: healthy replicas that a restart took
+    the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
+    nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
     down and that have worked since: the end of one is not the restart's failure.
     """
     timed_out = now - done_at > verification_timeout_seconds
@@ -426,9 +427,10 @@ def verify(
             seen.append(f"{name} is ready")
         else:
             progressing, text = progress.get(target.replica, (False, "no data on its progress"))
-            if not progressing and timed_out and target.replica in waiting:
+            waits = not progressing and target.replica in waiting
+            if waits and timed_out and not fleet.places.scheduled:
                 progressing, text = True, f"serves and waits for work; {text}"
-            all_join &= progressing
+            all_join &= progressing or (waits and fleet.places.scheduled)
             (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:

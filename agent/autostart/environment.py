@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rolecall.agent.reporter.flight_recorder_request import RECORDER_NAMES
+
 HOOK = Path(__file__).with_name("hook")
 ENABLED = "ROLECALL_AUTOSTART"
 """`1`: processes report by themselves; anything else switches it off, also in a job that was started with it."""
 RECORDER_ENTRIES = "2000"
 """Collectives that PyTorch's Flight Recorder keeps, by torch's own default where it is on."""
-RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""The setting and its name before torch 2.9; it must be set before torch is imported."""
 
 
 def job_environment(environ: Mapping[str, str], hook: Path = HOOK) -> dict[str, str]:

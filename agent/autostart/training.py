@@ -32,6 +32,7 @@ from typing import Any, Protocol
 
 from rolecall.agent.reporter import reporter
 
+SOURCE = "hooks"
 PHASE_STEP, PHASE_WAIT = "step", "wait"
 """core.telemetry.Phase, which is not imported here."""
 ROOTS_MAX = 4
@@ -43,7 +44,7 @@ STEPS_WITHOUT_LEAD = 8
 class Report(Protocol):
     """What is used of the module `reporter`."""
 
-    def start(self) -> None: ...
+    def start(self, *, source: str) -> None: ...
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
     def finish_step(
@@ -149,7 +150,7 @@ class TrainingWatch:
             if self._report.is_started():
                 self._off = True  # the job reports itself
                 return
-            self._report.start()
+            self._report.start(source=SOURCE)
             self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
             self._thread = threading.get_ident()

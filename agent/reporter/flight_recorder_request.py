@@ -25,6 +25,9 @@ DUMP_BYTES_MAX = 64 << 20
 """The limit of `rolecall diagnose`. The default of 2,000 entries takes up to 1 MB."""
 REASON_CHARS_MAX = 500
 _NUMBER = re.compile(r"[0-9a-f]{16}")
+RECORDER_NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables with the number of collectives that the recorder keeps: the setting, and its name before torch 2.9. Set
+before torch is imported."""
 _RECORDERS = ("_dump_nccl_trace", "_dump_fr_trace")
 """For NCCL, and for other backends (gloo)."""
 

@@ -35,7 +35,7 @@ from typing import Self
 
 from rolecall.agent.data_dir import SOCKET_NAME, TOKEN_NAME, data_dirs_of_jobs
 from rolecall.agent.reporter import page_layout as at
-from rolecall.agent.reporter.flight_recorder_request import FlightRecorderResponder
+from rolecall.agent.reporter.flight_recorder_request import RECORDER_NAMES, FlightRecorderResponder
 from rolecall.agent.reporter.jumps import OutlierDetector
 from rolecall.agent.reporter.launcher import LAUNCHERS, LaunchedProcess, RankUnknown, launched_process
 from rolecall.agent.reporter.sender import ReporterClient, describe_exception
@@ -57,6 +57,7 @@ FLUSH_SECONDS = 0.2
 """How long interpreter exit waits for queued messages to be sent; the page holds them anyway."""
 BEATS_PER_AGENT_CHECK = 25
 """Beats between two searches for an agent, while there is none."""
+RECORDER_CHARACTERS_MAX = 20
 PHASE_START, PHASE_STEP = "start", "step"
 """core.telemetry.Phase, which is not imported here."""
 NUM_PHASES_CACHED_MAX = 64
@@ -259,6 +260,7 @@ def start(
     incarnation: int = 0,
     secret: str | None = None,
     node_dir: str | None = None,
+    source: str = "",
 ) -> None:
     """Registers this process with the agent of its node. Call it once in each rank, after the process has started.
 
@@ -269,7 +271,7 @@ def start(
 
     `replica`: `role/index`, by default `trainer/0`: the ranks of a job are one replica. `incarnation`: 0, or counted by
     the one who starts the process and gives it a `secret` (registration_secret); then `node_dir` is by default
-    `$ROLECALL_RUN/nodes/$ROLECALL_NODE`.
+    `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. `source`: who reports, as `hooks`; empty: the job's own calls.
     """
     global _find_agent, _ticker, _previous_excepthook, _uncounted
     with _starting:
@@ -286,10 +288,10 @@ def start(
             if secret is not None:
                 run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
                 node_dir = node_dir or (f"{run}/nodes/{node}" if run and node else None)
-                _register(launched, incarnation, secret, Path(node_dir) if node_dir else None)
+                _register(launched, incarnation, secret, Path(node_dir) if node_dir else None, source)
             else:
                 _uncounted = incarnation == 0
-                _find_agent = partial(_register_with_agent, launched, incarnation, node_dir)
+                _find_agent = partial(_register_with_agent, launched, incarnation, node_dir, source)
                 if missing := _look_for_agent():
                     seconds = BEATS_PER_AGENT_CHECK * BEAT_SECONDS
                     logger.warning(
@@ -323,19 +325,21 @@ def _look_for_agent() -> str:
     return missing
 
 
-def _register_with_agent(launched: LaunchedProcess, incarnation: int, node_dir: str | None) -> str:
+def _register_with_agent(launched: LaunchedProcess, incarnation: int, node_dir: str | None, source: str) -> str:
     """Why it cannot; empty if it registered."""
     places = (Path(node_dir),) if node_dir else data_dirs_of_jobs(os.geteuid(), os.environ)
     for place in places:
         if os.path.exists(place / SOCKET_NAME) and os.access(place / TOKEN_NAME, os.R_OK):
             token = (place / TOKEN_NAME).read_text().strip()
             secret = registration_secret(token, launched.replica, launched.rank, incarnation)
-            _register(launched, incarnation, secret, place)
+            _register(launched, incarnation, secret, place, source)
             return ""
     return f"no agent runs at {' or '.join(map(str, places))} (`rolecall agent` starts one) or its token is unreadable"
 
 
-def _register(launched: LaunchedProcess, incarnation: int, secret: str, directory: Path | None) -> None:
+def _register(
+    launched: LaunchedProcess, incarnation: int, secret: str, directory: Path | None, source: str = ""
+) -> None:
     global _client
     pid = os.getpid()
     start_ticks = process_start_ticks(pid) or 0
@@ -350,6 +354,10 @@ def _register(launched: LaunchedProcess, incarnation: int, secret: str, director
         detail = launched.detail()
         if launched.launcher in LAUNCHERS:
             detail["launcher_pid"] = str(os.getppid())
+        if source:
+            detail["source"] = source
+        if recorder := next((value for name in RECORDER_NAMES if (value := os.environ.get(name))), ""):
+            detail["flight_recorder"] = recorder[:RECORDER_CHARACTERS_MAX]
         _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret, detail=detail)
 
 

@@ -35,6 +35,7 @@ NOT_STARTED = 127
 """Exit code of a command that could not be started, as in shells."""
 REFUSED = 0
 """Status of an HTTP call that did not reach a server, and so had no effect."""
+TOO_MANY, SERVER_ERROR = 429, 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +51,16 @@ class Reply:
         return self.status != NO_STATUS
 
     @property
+    def unavailable(self) -> bool:
+        """Over HTTP: there is no answer, or one that says nothing about what was asked for."""
+        return not self.known or self.status in (REFUSED, TOO_MANY) or self.status >= SERVER_ERROR
+
+    @property
     def json(self) -> Any:
-        """The body. None: it is not JSON."""
+        """The body. None: it is not JSON, or nested too deeply."""
         try:
             return json.loads(self.text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     @property
@@ -136,7 +142,8 @@ class CommandCall(Call):
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait(READ_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # in an uninterruptible system call it does not end
+                process.wait(READ_SECONDS)
             return Reply(status=NO_STATUS, text=f"not done within {self.deadline_seconds:g} s, and ended")
         return Reply(status=status, text=bytes(output).decode(errors="replace"))
 

@@ -18,24 +18,31 @@ from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply
-from rolecall.recovery.actuators.targets.target import Member, Order, Target
+from rolecall.recovery.actuators.targets.target import OF_ANOTHER_JOB, Member, Order, Target
 from rolecall.recovery.borrowing import Comeback
 
 PLANS_AT_ONCE = 8
 CALLS_MAX = 200
 """Of one plan: a procedure that asks for more does not end."""
+STALE_SECONDS = 15.0
+"""What was read before a gap of this length, in which the watch stood still or the journal was away, may no longer
+hold: nothing is changed because of it."""
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A plan that is being performed. `done`: what each finished procedure did. `call`: asked for and not answered;
-    `reply`: to the one before, not given yet."""
+    """A plan that is being performed. `fence`: of the lease under which it was begun; `fresh_at`: up to when what was
+    read holds. `done`: what each finished procedure did. `call`: asked for and not answered; `reply`: to the one
+    before, not given yet."""
 
     orders: list[Order]
+    fence: int
     ends_at: float  # monotonic seconds
+    fresh_at: float  # monotonic seconds
     done: list[str]
     procedure: Procedure | None = None
     call: Call | None = None
@@ -71,7 +78,7 @@ class ExternalActuator:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         named = {str(t.replica) for t in plan.targets}
         found = {r for t in plan.targets for r in self._target.also_hit(order_of(plan, t, self._members()))}
-        return tuple(f"{replica} ends too" for replica in sorted(found - named))
+        return tuple(_ends_too(replica) for replica in sorted(found - named))
 
     def resume(self, comeback: Comeback, lease: Lease) -> None:
         del lease
@@ -82,20 +89,14 @@ class ExternalActuator:
         if plan.action not in self.supports:
             raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
         state = self._under_way.get(plan.digest)
-        if state is None:
-            outdated = self._outdated(plan)
-            if outdated is not None:
-                return outdated
-            begun = self._has_begun(plan)
-            orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
-            beyond = {r for order in orders for r in self._target.also_hit(order)} - {*self._journal.desired()}
-            if beyond:
-                because = (
-                    f"it would end {', '.join(sorted(beyond))}, too, whose role is not in `roles` of the watch file"
-                )
-                return ActionResult(done=False, because=because)
-            state = _UnderWay(orders=orders, ends_at=self._clock.monotonic() + self._deadline_seconds, done=[])
-            self._under_way[plan.digest] = state
+        if state is None or state.fence != lease.fence or self._is_stale(state):
+            # Of a plan that was under way, replies that are in the journal are used again; the rest is read anew.
+            ends_at = self._clock.monotonic() + self._deadline_seconds if state is None else state.ends_at
+            begun = self._begin(plan, lease, ends_at)
+            if isinstance(begun, ActionResult):
+                self._under_way.pop(plan.digest, None)
+                return begun
+            state = self._under_way[plan.digest] = begun
         try:
             finished = self._go_on(plan, state, lease)
         except ActuatorError as e:
@@ -110,6 +111,31 @@ class ExternalActuator:
             return None
         del self._under_way[plan.digest]
         return ActionResult(done=True, because="; ".join(state.done), facts={"calls": state.num_calls})
+
+    def _begin(self, plan: Plan, lease: Lease, ends_at: float) -> _UnderWay | ActionResult:
+        outdated = self._outdated(plan)
+        if outdated is not None:
+            return outdated
+        begun = self._has_begun(plan)
+        orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
+        hit = {r for order in orders for r in self._target.also_hit(order)} - {str(t.replica) for t in plan.targets}
+        beyond = hit - {*self._journal.desired()}
+        if beyond:
+            because = f"it would end {', '.join(sorted(beyond))}, too, whose role is not in `roles` of the watch file"
+            because += " or which is not of this job" if any(r.endswith(OF_ANOTHER_JOB) for r in beyond) else ""
+            return ActionResult(done=False, because=because)
+        unnamed = {r for r in hit if _ends_too(r) not in plan.also_hit}
+        if unnamed:
+            because = f"it would end {', '.join(sorted(unnamed))}, too, which the plan does not name"
+            return ActionResult(done=False, because=because)
+        now = self._clock.monotonic()
+        return _UnderWay(orders=orders, fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
+
+    def _is_stale(self, state: _UnderWay) -> bool:
+        """Whether what it has read may no longer hold, and there is time to read it anew. Not while the reply to a
+        change is due, which is not lost."""
+        now, changing = self._clock.monotonic(), state.pending is not None and state.call and state.call.changes
+        return not changing and STALE_SECONDS < now - state.fresh_at and now <= state.ends_at
 
     def _outdated(self, plan: Plan) -> ActionResult | None:
         """The result of a plan whose replicas have newer incarnations: ours, or started by the job itself."""
@@ -135,26 +161,31 @@ class ExternalActuator:
                 call = self._next_call(state)
                 if call is None:
                     return True
-                if self._clock.monotonic() > state.ends_at:
-                    words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
-                    raise ActuatorError(words)
                 if state.num_calls >= CALLS_MAX:
                     raise ActuatorError(f"given up after {CALLS_MAX} calls; next would have been: {call.words}")
                 state.call = call
                 state.num_calls += 1
             call = state.call
             if state.pending is None:
+                if self._clock.monotonic() > state.ends_at:
+                    words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
+                    raise ActuatorError(words)
+                if call.changes and self._is_stale(state):
+                    return False  # the next tick reads anew
                 known = self._recorded(plan, state, call, lease) if call.changes else None
                 if known is not None:
                     state.reply, state.call = known, None
                     continue
                 state.pending = self._pool.submit(_made, call)
             if not state.pending.done():
+                state.fresh_at = self._clock.monotonic()
                 return False
             reply = state.pending.result()
             if call.changes:
                 self._write_reply(plan, state, call, reply, lease)
             state.reply, state.call, state.pending = reply, None, None
+            if not self._is_stale(state):
+                state.fresh_at = self._clock.monotonic()
 
     def _next_call(self, state: _UnderWay) -> Call | None:
         """The next call of the orders; None: all are done."""
@@ -177,11 +208,13 @@ class ExternalActuator:
     def _recorded(self, plan: Plan, state: _UnderWay, call: Call, lease: Lease) -> Reply | None:
         """The reply to this call if it was made before, by this watch or another. Else writes that it is made now."""
         key, ended = self._key(plan, state, call, "call"), self._key(plan, state, call, "reply")
-        before = {e.key: e for e in self._journal.events(kinds=[EventKind.CALL_STARTED, EventKind.CALL_ENDED])}
+        kinds, damaged = [EventKind.CALL_STARTED, EventKind.CALL_ENDED], list[DamagedLine]()
+        known = self._journal.events(kinds=kinds, incident_id=plan.incident_id, damaged=damaged)
+        before = {e.key: e for e in known}
         if ended in before:
             replied = before[ended].as_(CallEnded)
             return Reply(status=replied.status, text=replied.text)
-        if key in before and not call.repeatable:
+        if (key in before or damaged) and not call.repeatable:
             raise ActuatorError(f"it is not known whether this was done, and it is not repeated: {call.words}")
         started = CallStarted(actuator=self.name, call=call.shown, words=call.words)
         self._journal.append(started, incident_id=plan.incident_id, key=key, lease=lease)
@@ -193,6 +226,11 @@ class ExternalActuator:
         self._journal.append(ended, incident_id=plan.incident_id, key=key, lease=lease)
 
 
+def _ends_too(replica: str) -> str:
+    """As in `Plan.also_hit`."""
+    return f"{replica} ends too"
+
+
 def _made(call: Call) -> Reply:
     if call.after_seconds:
         time.sleep(call.after_seconds)
@@ -201,7 +239,11 @@ def _made(call: Call) -> Reply:
 
 def order_of(plan: Plan, target: PlanTarget, known: Sequence[tuple[int, Member]], *, begun: bool = False) -> Order:
     """`known`: (incarnation, process) of all that run."""
-    ours = [m for incarnation, m in known if m.replica == target.replica and incarnation == target.incarnation]
+    ours = [
+        m
+        for incarnation, m in known
+        if m.replica == target.replica and incarnation == target.incarnation and not m.foreign
+    ]
     return Order(
         key=f"{plan.digest}:{target.replica}",
         incident_id=str(plan.incident_id),
@@ -210,7 +252,7 @@ def order_of(plan: Plan, target: PlanTarget, known: Sequence[tuple[int, Member]]
         node=str(target.node),
         because=plan.because,
         members=tuple(sorted(ours, key=lambda m: m.rank)),
-        others=tuple(m for _, m in known if m.replica != target.replica),
+        others=tuple(m for _, m in known if m.foreign or m.replica != target.replica),
         leave_node=plan.action is ActionKind.REPLACE_NODE,
         begun=begun,
     )

@@ -43,6 +43,8 @@ app = Commands()
         "rolecall doctor",
         "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
         "rolecall doctor --agents http://node-2:9477       # compare clocks",
+        "rolecall doctor --job all                  # what is seen of the jobs here",
+        "rolecall doctor --job 4711 --agents nodes.yaml --config watch.yaml",
         "rolecall doctor job.yaml                   # does the job fit this machine?",
         "rolecall doctor job.yaml --plan --gpus 4096   # standby machines, ETTR",
     )
@@ -54,13 +56,28 @@ def doctor(
             help="A job file: does it fit this machine? Then the node itself is not checked.", metavar="JOB"
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="agent.yaml of this node's agent.")] = None,
+    running: Annotated[
+        str,
+        typer.Option(
+            "--job",
+            help="A job that runs: its run id or MASTER_ADDR:MASTER_PORT, or all. Lists what a watch can see, name "
+            "and replace in it, and why not the rest.",
+            metavar="NAME",
+        ),
+    ] = "",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="agent.yaml of this node's agent; with --job: the watch file.")
+    ] = None,
     pid: Annotated[
         int | None,
         typer.Option(min=1, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"),
     ] = None,
     agents: Annotated[
-        str, typer.Option(help="Other agents, as in `rolecall watch agents`: compare their clocks with this node's.")
+        str,
+        typer.Option(
+            help="Other agents, as in `rolecall watch agents`: compare their clocks with this node's. With --job: the "
+            "job's agents (default: this node's)."
+        ),
     ] = "",
     credentials: CredentialsOption = None,
     plan: Annotated[
@@ -80,16 +97,22 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Check this node, or whether a job fits it, and print fixes.
+    """Check this node, a job that runs, or whether a job fits this node; print fixes.
 
-    Checks whether the node can be watched. With JOB, compares an estimate of the memory that each process of the job
-    needs with what is free; with --plan, simulates it on a fleet that meets faults instead.
+    Checks whether the node can be watched. With --job, asks the agents what they know of each rank. With JOB, compares
+    an estimate of the memory that each process of the job needs with what is free; with --plan, simulates it on a fleet
+    that meets faults instead.
 
-    Exit code 0: nothing is broken; 1: something is; 2: wrong usage, an unreadable agent.yaml, or a mistake in JOB."""
+    Exit code 0: nothing is broken; 1: something is, or no rank of the running job is seen, or an agent does not answer;
+    2: wrong usage, an unreadable file, or a mistake in JOB."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
 
+    if running:
+        if job or pid or plan or nhc:
+            raise ConfigError(["--job: not with JOB, --pid, --plan or --nhc"])
+        return _running_job(running, agents, config, credentials, as_json)
     if plan:
         if config or pid or agents or credentials or nhc:
             raise ConfigError(["--plan: not with --config, --pid, --agents, --credentials or --nhc"])
@@ -108,6 +131,49 @@ def doctor(
     value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
     present(as_json, value, text.checks(checks))
     return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)
+
+
+def _running_job(name: str, agents: str, config: Path | None, credentials: Path | None, as_json: bool) -> int:
+    from rolecall.agent.data_dir import data_dirs_of_jobs, default_data_dir
+    from rolecall.agent.local_access import local_authorization, reached, served_url
+    from rolecall.core.clock import SystemClock
+    from rolecall.core.config.watched import load_watched
+    from rolecall.node.facts import DEFAULT_PORT
+    from rolecall.terminal import doctor as text
+    from rolecall.watch.agents import entries_of, is_file, listed, node_of
+    from rolecall.watch.capabilities import capabilities
+    from rolecall.watch.job_facts import getter, read_job
+    from rolecall.watch.panels import authorization
+
+    own = served_url(default_data_dir(os.geteuid(), os.environ)) or f"http://127.0.0.1:{DEFAULT_PORT}"
+    named = agents or reached(own)
+    entries = entries_of(Path(named)) if is_file(named) else listed(named)
+    watched = None if config is None else load_watched(config)
+    given, places = authorization(credentials, {}), data_dirs_of_jobs(os.geteuid(), os.environ)
+
+    def header(url: str) -> str:
+        return given or local_authorization(url, places)
+
+    facts = read_job(
+        entries,
+        name,
+        watched,
+        wall_at=SystemClock().wall(),
+        ask_node=lambda url: node_of(url, header(url)),
+        get=getter(header),
+        may_read_stacks=lambda url: header(url).startswith("Bearer "),
+    )
+    found = capabilities(facts)
+    lost = [n for n in facts.nodes if n.unreachable]
+    value = {
+        "job": name,
+        "ranks": [rank.to_dict() for rank in found],
+        "nodes": [{"node": n.node, "url": n.url, "unreachable": n.unreachable} for n in facts.nodes],
+        "other_jobs": list(facts.other_jobs),
+        "processes_of_unknown_job": facts.unknown_job,
+    }
+    present(as_json, value, text.job(name, facts, found))
+    return int(bool(lost) or not found)
 
 
 PLAN_SEEDS = 10

@@ -14,7 +14,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from rolecall.integrations.training import Training, first_number
+from rolecall.integrations.training import Training, first_number, hook
 
 NAMES = ("lightning.pytorch", "pytorch_lightning")
 VALUES = {
@@ -50,15 +50,18 @@ class RolecallCallback(_Callback):  # type: ignore[misc]
     def __reduce__(self) -> tuple[Any, ...]:
         return RolecallCallback, ()  # a trainer is copied and sent to other processes
 
+    @hook
     def on_train_start(self, trainer: object, pl_module: object) -> None:
         self._steps_done = -1
         self._training.begin()
 
+    @hook
     def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:
         if self._steps_done < 0:  # not within a step of several batches
             self._steps_done = trainer.global_step
             self._training.begin_step(trainer.global_step + 1)
 
+    @hook
     def on_train_batch_end(
         self, trainer: Any, pl_module: object, outputs: object, batch: object, batch_idx: int
     ) -> None:
@@ -71,15 +74,19 @@ class RolecallCallback(_Callback):  # type: ignore[misc]
             metrics = getattr(trainer, "logged_metrics", None) or {}
             self._training.update(**{name: first_number(metrics, keys) for name, keys in VALUES.items()})
 
+    @hook
     def on_validation_start(self, trainer: object, pl_module: object) -> None:
         self._pause()
 
+    @hook
     def on_train_epoch_end(self, trainer: object, pl_module: object) -> None:
         self._pause()
 
+    @hook
     def on_train_end(self, trainer: object, pl_module: object) -> None:
         self._pause()
 
+    @hook
     def on_exception(self, trainer: object, pl_module: object, exception: BaseException) -> None:
         self._steps_done = -1
         self._training.failed(exception)

@@ -28,7 +28,7 @@ except ImportError as e:
 
 from rolecall.agent.autostart import training as hooks
 from rolecall.agent.reporter import reporter
-from rolecall.integrations.training import Training, first_number
+from rolecall.integrations.training import Training, first_number, hook
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,17 @@ class RolecallCallback(UserCallback):  # type: ignore[misc] # Ray's classes are 
     """The controller of a run, as `controller/0`: the number of reports is its step."""
 
     def __init__(self, training: Training | None = None) -> None:
-        self._training = training
-        self._num_reports = 0
+        self._given, self._num_reports = training, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RolecallCallback, ()  # it is made in the driver and sent to the controller
 
+    @functools.cached_property
+    def _training(self) -> Training:
+        return self._given or Training()
+
+    @hook
     def after_report(self, run_context: object, metrics: Sequence[Mapping[str, Any]], checkpoint: object) -> None:
-        if self._training is None:
-            self._training = Training()
         if not self._num_reports:
             self._training.begin(role="controller", replica="controller/0", rank=0)
         self._num_reports += 1
@@ -104,7 +106,10 @@ def run(train: Callable[[], Any]) -> Any:
     finally:
         training.wait()
         if forget is not None:
-            forget()
+            try:
+                forget()
+            except Exception as e:  # noqa: BLE001 what the training function returned or raised counts
+                logger.warning("rolecall cannot remove its hooks: %s: %s", type(e).__name__, e)
 
 
 def _watch_optimizers() -> Callable[[], None] | None:

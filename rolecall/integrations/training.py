@@ -8,9 +8,12 @@ Nothing here raises into the job. After an exception it does nothing any more, w
 Standard library only.
 """
 
+import functools
 import logging
 import math
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic
@@ -21,11 +24,41 @@ from rolecall.agent.reporter import reporter
 
 logger = logging.getLogger(__name__)
 
+SOURCE = "integration"
 PHASE_STEP, PHASE_WAIT = "step", "wait"
 PHASE_GENERATE, PHASE_SCORE, PHASE_UPDATE = "generate", "score", "update"
 """core.telemetry.Phase, which is not imported here."""
 
 T = TypeVar("T")
+
+
+class ShortLock:
+    """A lock around a few lines. A signal handler of the job may come back into them, and in a child that is forked
+    meanwhile it is free: the thread that held it is not there."""
+
+    def __init__(self) -> None:
+        self._free()
+        _locks.add(self)
+
+    def _free(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+_locks: "weakref.WeakSet[ShortLock]" = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for lock in list(_locks):
+        lock._free()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Report(Protocol):
@@ -47,7 +80,7 @@ class Training:
 
     def __init__(self, report: Report = reporter, clock: Callable[[], float] = monotonic) -> None:
         self._report, self._clock = report, clock
-        self._lock = threading.Lock()
+        self._lock = ShortLock()
         self._off = False
         self._in_step = False
         self._began_at = 0.0
@@ -62,7 +95,7 @@ class Training:
     def _begin(self, identity: Mapping[str, Any]) -> None:
         hooks.stand_down()
         if identity or not self._report.is_started():
-            self._report.start(**identity)
+            self._report.start(**identity, source=SOURCE)
         self.wait()  # a first batch, or a checkpoint to go on from, may take long
 
     def begin_step(self, n: int) -> None:
@@ -145,18 +178,35 @@ class Training:
         try:
             act(subject)
         except Exception as e:  # noqa: BLE001 the job goes on
+            self.give_up(e)
+
+    def give_up(self, error: Exception) -> None:
+        """Nothing is reported any more."""
+        if not self._off:
             self._off = True
-            logger.warning("rolecall reports nothing of this training any more: %s: %s", type(e).__name__, e)
+            logger.warning("rolecall reports nothing of this training any more: %s: %s", type(error).__name__, error)
+
+
+def hook(called: Callable[..., None]) -> Callable[..., None]:
+    """A method that a framework calls, of an object with a `_training`: nothing that fails in it reaches the job."""
+
+    @functools.wraps(called)
+    def safely(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            called(self, *args, **kwargs)
+        except Exception as e:  # noqa: BLE001 the job goes on
+            self._training.give_up(e)
+
+    return safely
 
 
 def first_number(values: Mapping[str, Any], names: Sequence[str]) -> float | None:
     """The first of `names` that `values` has as a number; a tensor of one element is one. None: there is none."""
     for name in names:
-        value = values.get(name)
-        if value is None or isinstance(value, (bool, str)):
-            continue
-        with suppress(Exception):
-            return float(value)
+        with suppress(Exception):  # whatever a framework logs
+            value = values.get(name)
+            if value is not None and not isinstance(value, (bool, str)):
+                return float(value)
     return None
 
 

@@ -22,7 +22,7 @@ try:
 except ImportError as e:
     raise ImportError("rolecall.integrations.transformers needs transformers: pip install transformers") from e
 
-from rolecall.integrations.training import PHASE_GENERATE, PHASE_SCORE, Training, first_number, known_number
+from rolecall.integrations.training import PHASE_GENERATE, PHASE_SCORE, Training, first_number, hook, known_number
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class RolecallCallback(TrainerCallback):  # type: ignore[misc] # transformers ha
     def __reduce__(self) -> tuple[Any, ...]:
         return RolecallCallback, ()  # a trainer is copied and sent to other processes
 
+    @hook
     def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._training.begin()
         try:
@@ -76,17 +77,21 @@ class RolecallCallback(TrainerCallback):  # type: ignore[misc] # transformers ha
         except Exception as e:  # noqa: BLE001 the job goes on, without these phases
             logger.warning("rolecall cannot tell the phases of this trainer: %s: %s", type(e).__name__, e)
 
+    @hook
     def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
         self._training.begin_step(state.global_step + 1)  # logged with this number when it is done
 
+    @hook
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._training.end_step(compared=not self._generates)
 
+    @hook
     def on_log(self, args: object, state: object, control: object, logs: Any = None, **kwargs: object) -> None:
         if isinstance(logs, Mapping):
             self._training.update(**{name: first_number(logs, keys) for name, keys in VALUES.items()})
             self._training.health(**{name: known_number(first_number(logs, keys)) for name, keys in HEALTH.items()})
 
+    @hook
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._training.wait()
         self._unwrap()
@@ -120,13 +125,36 @@ def wrapped(trainer: Any, training: Training) -> list[Callable[[], None]]:
     undo: list[Callable[[], None]] = []
     functions = getattr(trainer, REWARD_FUNCTIONS, None)
     if isinstance(functions, list) and functions:
-        setattr(trainer, REWARD_FUNCTIONS, [_scored(function, training) for function in functions])
-        undo.append(functools.partial(setattr, trainer, REWARD_FUNCTIONS, functions))
+        timed = [_scored(function, training) for function in functions]
+        setattr(trainer, REWARD_FUNCTIONS, list(timed))
+        undo.append(functools.partial(_restore_rewards, trainer, functions, timed))
     generate = getattr(trainer, GENERATES, None)
     if inspect.ismethod(generate):
-        setattr(trainer, GENERATES, Timed(generate, training, PHASE_GENERATE))
-        undo.append(functools.partial(delattr, trainer, GENERATES))
+        before, ours = vars(trainer).get(GENERATES), Timed(generate, training, PHASE_GENERATE)
+        setattr(trainer, GENERATES, ours)
+        undo.append(functools.partial(_restore_generation, trainer, before, ours))
     return undo
+
+
+def _restore_rewards(trainer: Any, functions: list[Any], timed: list[Any]) -> None:
+    """What the job has changed since stays as it is."""
+    now = getattr(trainer, REWARD_FUNCTIONS, None)
+    if not isinstance(now, list):
+        return
+    if list(map(id, now)) == list(map(id, timed)):
+        setattr(trainer, REWARD_FUNCTIONS, functions)
+    else:
+        original = {id(one): function for one, function in zip(timed, functions, strict=True)}
+        now[:] = [original.get(id(function), function) for function in now]
+
+
+def _restore_generation(trainer: Any, before: Any, ours: "Timed") -> None:
+    if vars(trainer).get(GENERATES) is not ours:
+        return  # the job has its own by now
+    if before is None:
+        delattr(trainer, GENERATES)
+    else:
+        setattr(trainer, GENERATES, before)
 
 
 def _scored(function: Any, training: Training) -> Any:
@@ -145,18 +173,32 @@ def _scored(function: Any, training: Training) -> Any:
 
 
 class Timed:
-    """A function of the job, called within a phase. A copy in another process is the function alone."""
+    """A function of the job, called within a phase. Everything else of it is the function's own: it may be an object
+    with a state. A copy in another process is the function alone."""
+
+    __slots__ = ("_rolecall",)
+    _rolecall: tuple[Callable[..., Any], Training, str]
 
     def __init__(self, function: Callable[..., Any], training: Training, phase: str) -> None:
-        functools.update_wrapper(self, function)
-        self._function, self._training, self._phase = function, training, phase
+        object.__setattr__(self, "_rolecall", (function, training, phase))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self._training.during(self._phase):
-            return self._function(*args, **kwargs)
+        function, training, phase = self._rolecall
+        with training.during(phase):
+            return function(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._rolecall[0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rolecall[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._rolecall[0], name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _itself, (self._function,)
+        return _itself, (self._rolecall[0],)
 
 
 def _itself(function: Any) -> Any:

@@ -3,11 +3,15 @@
 It does nothing unless the environment says `ROLECALL_AUTOSTART=1`, as `rolecall env` and `rolecall exec` write it.
 """
 
+import logging
 import os
 
 from rolecall.agent.autostart.environment import ENABLED
 
 if os.environ.get(ENABLED) == "1":
-    from rolecall.integrations.verl_processes import install
+    try:
+        from rolecall.integrations.verl_processes import install
 
-    install()
+        install()
+    except Exception as e:  # noqa: BLE001 verl goes on without it
+        logging.getLogger(__name__).warning("rolecall sees nothing of this process: %s: %s", type(e).__name__, e)

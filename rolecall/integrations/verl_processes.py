@@ -23,7 +23,6 @@ import logging
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
@@ -36,6 +35,7 @@ from rolecall.integrations.training import (
     PHASE_STEP,
     PHASE_UPDATE,
     PHASE_WAIT,
+    ShortLock,
     Training,
     first_number,
     known_number,
@@ -95,7 +95,7 @@ class Process:
     def __init__(self, training: Training | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.training = training or Training()
         self._environ = environ
-        self._lock = threading.Lock()
+        self._lock = ShortLock()
         self._role = ""
         self._depth = 0
         self._updates: dict[int, int] = {}  # worker object -> updates that it has finished
@@ -163,7 +163,7 @@ class Requests:
 
     def __init__(self, process: Process, phase: str) -> None:
         self._process, self._phase = process, phase
-        self._lock = threading.Lock()
+        self._lock = ShortLock()
         self._num_active = 0
 
     @contextmanager
@@ -245,6 +245,8 @@ def call(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
 def _wrap_reward_loop(module: ModuleType) -> None:
     worker = module.RewardLoopWorker
     original = worker.compute_score
+    if not inspect.iscoroutinefunction(original):
+        raise TypeError("RewardLoopWorker.compute_score is no coroutine function")
 
     @functools.wraps(original)
     async def compute_score(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,7 +291,15 @@ def _served(original: Any) -> Any:
 
 def serving(server: Any) -> Any:
     """One request of a server."""
-    return _requests.one("rollout", int(getattr(server, "replica_rank", 0)), int(getattr(server, "node_rank", 0)))
+    return _requests.one("rollout", _number(server, "replica_rank"), _number(server, "node_rank"))
+
+
+def _number(server: Any, name: str) -> int:
+    """0: it has none."""
+    try:
+        return int(getattr(server, name, 0))
+    except Exception:  # noqa: BLE001 the request goes on
+        return 0
 
 
 def _wrap_tracking(module: ModuleType) -> None:
@@ -297,9 +307,9 @@ def _wrap_tracking(module: ModuleType) -> None:
     original = tracking.log
 
     @functools.wraps(original)
-    def log(self: Any, data: Any, step: Any, *args: Any, **kwargs: Any) -> Any:
-        logged(data, step)
-        return original(self, data, step, *args, **kwargs)
+    def log(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logged(*[args[n] if len(args) > n else kwargs.get(name) for n, name in enumerate(("data", "step"))])
+        return original(self, *args, **kwargs)
 
     tracking.log = log
 

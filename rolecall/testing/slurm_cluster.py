@@ -49,6 +49,7 @@ MinJobAge=600
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 {nodes}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+{more}
 """
 
 
@@ -72,11 +73,12 @@ def _program(name: str) -> str | None:
 
 
 class SlurmCluster:
-    """`nodes`: their names. `environment`: with it Slurm's commands reach this cluster."""
+    """`nodes`: their names. `environment`: with it Slurm's commands reach this cluster. `more`: lines of its
+    configuration."""
 
-    def __init__(self, folder: Path, num_nodes: int) -> None:
+    def __init__(self, folder: Path, num_nodes: int, more: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self._more = folder, more
         self.nodes = tuple(f"n{k}" for k in range(1, num_nodes + 1))
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self._started: list[subprocess.Popen[bytes]] = []
@@ -88,7 +90,8 @@ class SlurmCluster:
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         (self.folder / "state").mkdir()
-        text = CONFIG.format(host=host, port=ports[0], user="root", folder=self.folder, nodes="\n".join(lines))
+        names = {"user": "root", "folder": self.folder, "nodes": "\n".join(lines), "more": self._more}
+        text = CONFIG.format(host=host, port=ports[0], **names)
         (self.folder / "slurm.conf").write_text(text)
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))

@@ -1,6 +1,8 @@
 """`rolecall replace --dry-run`: the calls that the actuator of a watched job would make for a replica."""
 
+from collections.abc import Collection, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
@@ -9,9 +11,38 @@ from rolecall.core.ids import IncidentId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
+from rolecall.recovery.actuators.calls import Call
 from rolecall.recovery.actuators.external import calls_of, order_of
 from rolecall.recovery.actuators.targets.choice import target_of
+from rolecall.recovery.actuators.targets.target import Member, Target
 from rolecall.watch.observed_fleet import kept_members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """`calls`: that would change something; `ends`: what was done in the end; `also`: other replicas that end too."""
+
+    calls: tuple[Call, ...]
+    ends: str
+    also: tuple[str, ...]
+
+    def beyond(self, counted_replicas: Collection[str]) -> list[str]:
+        """Of `also`, those whose role the watch file does not name: the action is refused."""
+        return sorted({*self.also} - {*counted_replicas})
+
+
+def dry_run(target: Target, who: PlanTarget, known: Sequence[tuple[int, Member]]) -> DryRun:
+    """`known`: (incarnation, process) of all that run. Calls that only read are made. Raises ActuatorError: the target
+    refuses, with why."""
+    plan = Plan(
+        incident_id=IncidentId("inc-0-dry-run"),
+        action=ActionKind.REPLACE_REPLICA,
+        targets=(who,),
+        because="a dry run",
+    )
+    order = order_of(plan, who, known)
+    calls, ends = calls_of(target, order)
+    return DryRun(calls=tuple(calls), ends=ends, also=tuple(target.also_hit(order)))
 
 
 def planned_calls(run: RunDir, replica: str) -> str:
@@ -33,20 +64,17 @@ def planned_calls(run: RunDir, replica: str) -> str:
     if desired is None:
         raise CommandRefused(f"{run.run_id}: {replica} was not seen")
     who = PlanTarget(replica=desired.replica, incarnation=desired.incarnation, node=desired.node)
-    because = "a dry run"
-    plan = Plan(
-        incident_id=IncidentId("inc-0-dry-run"), action=ActionKind.REPLACE_REPLICA, targets=(who,), because=because
-    )
-    order = order_of(plan, who, known)
     try:
-        calls, ends = calls_of(target, order)
+        found = dry_run(target, who, known)
     except ActuatorError as e:
         raise CommandRefused(f"{target.name} refuses to replace {replica}#{desired.incarnation}: {e}") from None
-    lines = [f"{replica}#{desired.incarnation} on {desired.node} would be replaced by {counted(len(calls), 'call')}:"]
-    lines += [f"  {call.words}\n    {call.shown}" for call in calls]
-    also = target.also_hit(order)
-    lines.append(f"it would end with: {ends}" if calls else ends)
-    lines.append(f"also ends: {', '.join(also)}" if also else "nothing else ends")
-    if beyond := sorted({*also} - {*counted_replicas}):
-        lines.append(f"refused in the end: the role of {', '.join(beyond)} is not in `roles` of the watch file")
+    lines = [
+        f"{replica}#{desired.incarnation} on {desired.node} would be replaced by {counted(len(found.calls), 'call')}:"
+    ]
+    lines += [f"  {call.words}\n    {call.shown}" for call in found.calls]
+    lines.append(f"it would end with: {found.ends}" if found.calls else found.ends)
+    lines.append(f"also ends: {', '.join(found.also)}" if found.also else "nothing else ends")
+    if beyond := found.beyond(counted_replicas):
+        names = ", ".join(beyond)
+        lines.append(f"refused in the end: {names}: of a role that is not in `roles` of the watch file, or another job")
     return "\n".join(lines)

@@ -35,6 +35,14 @@ REGISTERED_MAX = 4 * UNCOUNTED_MAX
 """Registrations that are kept; beyond it only of processes that were seen to run."""
 FRESH_SECONDS = 30.0
 """A registration that is older is repeated history."""
+BOOT_SECONDS = 5.0
+"""A process that registered so much later than another one did not start before it: its node was booted in between, and
+start times began again."""
+SILENT_SECONDS = 60.0
+"""A process that its agent, which answers, has not sampled for this long has ended."""
+SWEEP_SECONDS = 10.0
+FOREIGN = "~"
+"""Before the replica of a process of another job, in what is kept."""
 SEEN = "as its processes were seen"
 One = TypeVar("One", ProcessSample, AgentEvent)
 
@@ -50,6 +58,60 @@ class _Registered(NamedTuple):
 
 
 _UNKNOWN = _Registered("", "", "", "", 0.0)
+
+
+def _registration(event: AgentEvent, known: _Registered | None) -> _Registered:
+    """`known`: of an earlier registration of the same process."""
+    return _Registered(
+        job=next(iter(job_names(event)), ""),
+        rendezvous=event.detail.get("rendezvous", ""),
+        pod_uid=event.detail.get("pod_uid", ""),
+        slurm_step=event.detail.get("slurm_step", ""),
+        at=event.wall_at if known is None else min(known.at, event.wall_at),
+    )
+
+
+class EveryProcess:
+    """Passes on what a source sees, and remembers the processes that run, of whatever job: a watch of one job leaves
+    the others out, and an action must not end them. Called from one thread."""
+
+    def __init__(self, source: ObservationSource) -> None:
+        self._source = source
+        self._running: dict[ProcessId, tuple[str, int, float]] = {}  # replica, rank, wall seconds of the last sample
+        self._registered: dict[ProcessId, _Registered] = {}
+        self._swept_at = 0.0
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen: Observation = self._source.poll(timeout_seconds)
+        for event in seen.events:
+            if event.process is None:
+                continue
+            if event.kind is AgentEventKind.REGISTERED and len(self._registered) < REGISTERED_MAX:
+                self._registered[event.process] = _registration(event, self._registered.get(event.process))
+            elif event.kind is AgentEventKind.EXITED:
+                self._forget(event.process)
+        for batch in seen.batches:
+            for sample in batch.processes:
+                if not sample.alive:
+                    self._forget(sample.process)
+                elif sample.process in self._running or len(self._running) < UNCOUNTED_MAX:
+                    self._running[sample.process] = sample.replica, sample.rank, seen.wall_at
+        if seen.batches and abs(seen.wall_at - self._swept_at) > SWEEP_SECONDS:
+            self._swept_at = seen.wall_at
+            answering = {batch.node for batch in seen.batches}
+            for process, (_, _, at) in list(self._running.items()):
+                if process.node in answering and seen.wall_at - at > SILENT_SECONDS:
+                    self._forget(process)
+        return seen
+
+    def running(self) -> Iterator[tuple[ProcessId, str, int, _Registered]]:
+        """(process, replica, rank, registration) of each."""
+        for process, (replica, rank, _) in self._running.items():
+            yield process, replica, rank, self._registered.get(process, _UNKNOWN)
+
+    def _forget(self, process: ProcessId) -> None:
+        self._running.pop(process, None)
+        self._registered.pop(process, None)
 
 
 @dataclass(slots=True)
@@ -74,10 +136,18 @@ class _Counted:
 class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
     replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
-    remembered all the same: an action on another replica must not end them."""
+    remembered all the same: an action on another replica must not end them. `every`: all processes of the nodes, where
+    `source` leaves other jobs out."""
 
-    def __init__(self, source: ObservationSource, journal: Journal, clock: Clock, roles: frozenset[str]) -> None:
-        self._source, self._journal, self._clock, self._roles = source, journal, clock, roles
+    def __init__(
+        self,
+        source: ObservationSource,
+        journal: Journal,
+        clock: Clock,
+        roles: frozenset[str],
+        every: EveryProcess | None = None,
+    ) -> None:
+        self._source, self._journal, self._clock, self._roles, self._every = source, journal, clock, roles, every
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
@@ -87,8 +157,12 @@ class ObservedFleet:
         self._read()
 
     def members(self) -> list[tuple[int, Member]]:
-        """(incarnation, process) of all that run; of roles that are not counted, incarnation 0."""
+        """(incarnation, process) of all that run; of roles that are not counted, and of other jobs, incarnation 0."""
         others = [
+            (UNCOUNTED, _member(replica, rank, process, registered, foreign=True))
+            for process, replica, rank, registered in self._foreign()
+        ]
+        others += [
             (UNCOUNTED, _member(replica, rank, process, self._registered.get(process, _UNKNOWN)))
             for process, (replica, rank) in self._uncounted.items()
         ]
@@ -98,6 +172,11 @@ class ObservedFleet:
             for rank, process in counted.ranks.items()
             if process not in counted.ended
         ]
+
+    def _foreign(self) -> Iterator[tuple[ProcessId, str, int, _Registered]]:
+        for one in self._every.running() if self._every is not None else ():
+            if one[0] not in self._of and one[0] not in self._uncounted and _is_replica(one[1]):
+                yield one
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
@@ -122,13 +201,7 @@ class ObservedFleet:
             if len(self._registered) >= REGISTERED_MAX:
                 here = self._of.keys() | self._uncounted.keys()
                 self._registered = {p: told for p, told in self._registered.items() if p in here}
-            self._registered[event.process] = _Registered(
-                job=next(iter(job_names(event)), ""),
-                rendezvous=event.detail.get("rendezvous", ""),
-                pod_uid=event.detail.get("pod_uid", ""),
-                slurm_step=event.detail.get("slurm_step", ""),
-                at=event.wall_at if known is None else min(known.at, event.wall_at),
-            )
+            self._registered[event.process] = _registration(event, known)
             if now - event.wall_at <= FRESH_SECONDS:
                 self._count(event.replica, event.rank, event.process)
         elif event.kind is AgentEventKind.EXITED:
@@ -157,11 +230,11 @@ class ObservedFleet:
         counted = self._replicas.get(replica)
         if counted is None:
             counted = self._replicas[replica] = _Counted(incarnation=1, since=self._clock.monotonic())
-        elif any(p.node == process.node and p.start_ticks > process.start_ticks for p in counted.ended):
+        elif any(self._is_older(process, p) for p in counted.ended):
             return  # older than one of this incarnation that has ended
         elif counted.ended or counted.ranks.get(rank, process) != process:
             held = counted.ranks.get(rank)
-            if held is not None and held.node == process.node and held.start_ticks > process.start_ticks:
+            if held is not None and self._is_older(process, held):
                 return
             for old in counted.previous:
                 self._of.pop(old, None)
@@ -175,6 +248,13 @@ class ObservedFleet:
         counted.ranks[rank] = process
         counted.expected = max(counted.expected, len(counted.ranks))
         self._of[process] = replica, counted.incarnation
+
+    def _is_older(self, process: ProcessId, than: ProcessId) -> bool:
+        """Whether it started before the other one, as far as that can be told: on the same node."""
+        if process.node != than.node or process.start_ticks >= than.start_ticks:
+            return False
+        ours, other = self._registered.get(process, _UNKNOWN), self._registered.get(than, _UNKNOWN)
+        return not (other.at > 0 and ours.at > other.at + BOOT_SECONDS)
 
     def _rename(self, process: ProcessId, was: str) -> None:
         """Takes the process out of the replica that it was thought to belong to."""
@@ -233,6 +313,9 @@ class ObservedFleet:
             kept[replica] = [c.incarnation, c.expected, ranks]
         for process, (replica, rank) in self._uncounted.items():
             kept.setdefault(replica, [UNCOUNTED, 0, []])[2].append(self._row(rank, process, True))
+        for process, replica, rank, registered in self._foreign():
+            row = [rank, process.node, process.pid, process.start_ticks, *registered, True]
+            kept.setdefault(FOREIGN + replica, [UNCOUNTED, 0, []])[2].append(row)
         return json.dumps(kept, separators=(",", ":"))
 
     def _row(self, rank: int, process: ProcessId, lives: bool) -> list[Any]:
@@ -257,7 +340,15 @@ class ObservedFleet:
             self._replicas, self._of, self._registered = {}, {}, {}
 
 
-def _member(replica: str, rank: int, process: ProcessId, registered: _Registered) -> Member:
+def _is_replica(name: str) -> bool:
+    try:
+        split_replica(name)
+    except InvalidId:
+        return False
+    return True
+
+
+def _member(replica: str, rank: int, process: ProcessId, registered: _Registered, *, foreign: bool = False) -> Member:
     return Member(
         replica=replica,
         rank=rank,
@@ -269,6 +360,7 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
         registered_at=registered.at,
         pod_uid=registered.pod_uid,
         slurm_step=registered.slurm_step,
+        foreign=foreign,
     )
 
 
@@ -286,6 +378,10 @@ def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Re
 def kept_members(journal: Journal) -> list[tuple[int, Member]]:
     """(incarnation, process) of all that ran when the newest watch last looked; none if nothing was kept."""
     try:
-        return [(n, _member(replica, rank, p, it)) for replica, n, _, rank, p, it, lives in _kept(journal) if lives]
+        return [
+            (n, _member(replica.removeprefix(FOREIGN), rank, p, it, foreign=replica.startswith(FOREIGN)))
+            for replica, n, _, rank, p, it, lives in _kept(journal)
+            if lives
+        ]
     except (ValueError, TypeError, AttributeError):
         return []

@@ -57,7 +57,7 @@ from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
-from rolecall.watch.observed_fleet import ObservedFleet
+from rolecall.watch.observed_fleet import EveryProcess, ObservedFleet
 from rolecall.watch.server import WatchServer
 
 logger = logging.getLogger(__name__)
@@ -277,17 +277,18 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        chosen: ObservationSource = source
+        every = EveryProcess(source) if watched.actuator is not None else None
+        chosen: ObservationSource = every or source
         other_jobs: Callable[[], tuple[str, ...]] = tuple
         if only_job and only_job != ALL_JOBS:
-            chosen = OneJobSource(source, only_job, clock)
+            chosen = OneJobSource(chosen, only_job, clock)
         elif not ours and not only_job:
-            chosen = first = FirstJobSource(source)
+            chosen = first = FirstJobSource(chosen)
             other_jobs = lambda: first.others
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
-            polled = fleet = ObservedFleet(polled, journal, clock, frozenset(watched.roles))
+            polled = fleet = ObservedFleet(polled, journal, clock, frozenset(watched.roles), every)
             actuator = external = ExternalActuator(
                 target_of_config(watched.actuator),
                 journal,

@@ -23,7 +23,8 @@ class Recorded:
     def phases(self) -> list[str]:
         return self.of("phase")
 
-    def start(self, **identity: Any) -> None:
+    def start(self, *, source: str, **identity: Any) -> None:
+        assert source == "integration"
         self.started = True
         self._record("start", identity)
 
@@ -38,6 +39,14 @@ class Recorded:
 
     def progress(self, units: int = 1, *, busy_seconds: float = 0.0) -> None:
         self._record("progress", (units, busy_seconds))
+
+    def finish_step(self, n: int, phase: str, *, busy_seconds: float = 0.0, **more: float) -> None:
+        self.set_step(n)
+        self.progress(1, busy_seconds=busy_seconds)
+        self.enter_phase(phase)
+
+    def exchange(self) -> None:
+        self._record("exchange", None)
 
     def update(self, **values: float | None) -> None:
         self._record("update", {name: value for name, value in values.items() if value is not None})

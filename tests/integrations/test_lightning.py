@@ -95,3 +95,15 @@ def test_an_exception_is_reported(callback: Any, report: Recorded) -> None:
 
 def test_a_callback_is_sent_without_its_state(callback: Any) -> None:
     assert pickle.loads(pickle.dumps(callback)) is not callback
+
+
+def test_metrics_that_cannot_be_computed_do_not_reach_the_job(callback: Any, report: Recorded) -> None:
+    class Trainer:
+        global_step, log_every_n_steps = 0, 1
+
+        @property
+        def logged_metrics(self) -> dict[str, float]:
+            raise RuntimeError("a metric cannot be computed")
+
+    batch(callback, Trainer(), steps=True)
+    assert len(report.of("progress")) == 1

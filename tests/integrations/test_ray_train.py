@@ -91,3 +91,18 @@ def test_the_controller_tells_what_workers_report() -> None:
 def test_the_callback_is_sent_to_the_controller() -> None:
     callback = ray_train.RolecallCallback()
     assert isinstance(pickle.loads(pickle.dumps(callback)), ray_train.RolecallCallback)
+
+
+def test_what_fails_in_the_callback_does_not_reach_the_controller() -> None:
+    report = Recorded()
+    callback = ray_train.RolecallCallback(Training(report, Clock()))
+    callback.after_report(None, [None], None)  # type: ignore[list-item]
+    assert report.of("step") == [1]
+
+
+def test_hooks_that_cannot_be_removed_change_nothing(report: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stuck() -> None:
+        raise RuntimeError("no such hook")
+
+    monkeypatch.setattr(ray_train, "_watch_optimizers", lambda: stuck)
+    assert ray_train.reported(lambda: 5)() == 5

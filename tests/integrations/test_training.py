@@ -1,11 +1,14 @@
 """What a framework's callback makes of a training process."""
 
 import logging
+import os
+import threading
+from typing import Any
 
 import pytest
 
 from rolecall.agent.autostart import training as hooks
-from rolecall.integrations.training import Training, first_number, known_number
+from rolecall.integrations.training import ShortLock, Training, first_number, hook, known_number
 from tests.integrations.recorded import Clock, Recorded
 
 
@@ -159,3 +162,63 @@ def test_numbers_of_logs() -> None:
     assert first_number(logs, ("a", "b", "c", "d", "e")) == 3.0
     assert first_number(logs, ("a", "missing")) is None
     assert known_number(float("nan")) is None and known_number(0.0) == 0.0 and known_number(None) is None
+
+
+class Callback:
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.called = 0
+
+    @hook
+    def on_step(self, state: Any, *, logs: object = None) -> None:
+        self.called += 1
+        self._training.begin_step(state.step)
+
+
+def test_whatever_fails_in_a_hook_does_not_reach_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    """A framework of another version may give it something else."""
+    report = Recorded()
+    callback = Callback(Training(report))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            callback.on_step(None, logs={})
+    assert callback.called == 3 and report.calls == []
+    assert len(caplog.records) == 1 and "no attribute 'step'" in caplog.text
+
+
+def test_what_cannot_be_a_number_is_none() -> None:
+    class Strange:
+        def get(self, name: str) -> float:
+            raise RuntimeError("not initialized")
+
+    assert first_number(Strange(), ("a",)) is None  # type: ignore[arg-type]
+
+
+def test_a_signal_handler_may_come_back() -> None:
+    lock = ShortLock()
+    with lock, lock:
+        pass
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    training, held, done = Training(Recorded()), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with training._lock:
+            held.set()
+            done.wait(30.0)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(30.0)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = 0 if training._lock._lock.acquire(timeout=5.0) else 2
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -135,7 +135,7 @@ def test_a_callback_is_copied_without_its_state() -> None:
 
 def test_a_wrapped_function_is_sent_as_itself() -> None:
     made = Timed(length, Training(Recorded()), "score")
-    assert made.__name__ == "length"  # type: ignore[attr-defined] # TRL names its metrics by it
+    assert made.__name__ == "length"  # TRL names its metrics by it
     assert pickle.loads(pickle.dumps(made)) is length
 
 
@@ -149,3 +149,61 @@ def test_a_trainer_without_rewards_is_not_changed() -> None:
 
     plain = Plain()
     assert wrapped(plain, Training(Recorded())) == [] and vars(plain) == {}
+
+
+class Judge:
+    """A reward function with a state, which the job uses."""
+
+    weight = 1.0
+
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [self.weight * len(c) for c in completions]
+
+    def warm_up(self) -> None:
+        self.weight = 0.5
+
+
+class Owner:
+    def __init__(self, *functions: Any) -> None:
+        self.reward_funcs = list(functions)
+
+    def _generate(self, prompts: list[str]) -> list[str]:
+        return prompts
+
+
+def test_a_reward_function_with_a_state_stays_what_it_is() -> None:
+    judge, report = Judge(), Recorded()
+    training = Training(report)
+    owner = Owner(judge)
+    undo = wrapped(owner, training)
+    training.begin_step(1)
+    owner.reward_funcs[0].warm_up()
+    assert owner.reward_funcs[0](completions=["ab"]) == [1.0] and report.phases[-2:] == ["score", "step"]
+    owner.reward_funcs[0].weight = 2.0
+    assert judge.weight == 2.0 and owner.reward_funcs[0].weight == 2.0
+    for act in undo:
+        act()
+    assert owner.reward_funcs == [judge]
+
+
+def test_what_the_job_changes_meanwhile_stays() -> None:
+    owner, training = Owner(length, later), Training(Recorded())
+    undo = wrapped(owner, training)
+    owner.reward_funcs.append(len)
+    owner._generate = len  # type: ignore[method-assign,assignment]
+    for act in undo:
+        act()
+    assert owner.reward_funcs == [length, later, len] and owner._generate is len
+
+
+def test_a_generation_that_the_job_has_replaced_before_comes_back() -> None:
+    owner, other = Owner(length), Owner()
+    owner._generate = other._generate  # type: ignore[method-assign]
+    for act in wrapped(owner, Training(Recorded())):
+        act()
+    assert owner._generate == other._generate
+
+
+def test_a_state_of_another_form_does_not_reach_the_job() -> None:
+    callback = RolecallCallback(Training(Recorded()))
+    callback.on_step_begin(None, object(), None)

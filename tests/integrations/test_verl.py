@@ -257,3 +257,64 @@ def test_a_rank_that_logs_stays_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     verl_processes._logged(it, {"training/global_step": 1, "actor/loss": 0.5}, 1)
     assert len(report.of("start")) == 1 and report.of("step") == [1]
     assert report.of("update") == [{"loss": 0.5}]
+
+
+@pytest.mark.parametrize("rank", [None, "first", object()])
+def test_a_server_without_a_number_serves_all_the_same(
+    page: Recorded, monkeypatch: pytest.MonkeyPatch, rank: object
+) -> None:
+    monkeypatch.setattr(verl_processes, "_requests", Requests(process(page), "wait"))
+
+    class Server:
+        replica_rank = rank
+
+        async def generate(self, prompt: str) -> str:
+            return prompt + "!"
+
+    module = ModuleType("servers")
+    Server.__module__ = "servers"
+    module.Server = Server  # type: ignore[attr-defined]
+    verl_processes._wrap_servers(module)
+    assert asyncio.run(Server().generate("a")) == "a!"
+    assert page.of("start") == [{"replica": "rollout/0", "rank": 0}]
+
+
+def test_metrics_may_be_logged_by_name_and_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[Any, Any]] = []
+    monkeypatch.setattr(verl_processes, "logged", lambda data, step: told.append((data, step)))
+
+    class Tracking:
+        def log(self, data: object, step: int = 0, backend: object = None) -> tuple[object, int, object]:
+            return data, step, backend
+
+    module = ModuleType("tracking")
+    module.Tracking = Tracking  # type: ignore[attr-defined]
+    verl_processes._wrap_tracking(module)
+    it = Tracking()
+    assert [it.log({}, 7, "x"), it.log(data={}, step=8), it.log({})] == [({}, 7, "x"), ({}, 8, None), ({}, 0, None)]
+    assert told == [({}, 7), ({}, 8), ({}, None)]
+
+
+def test_a_reward_loop_that_is_no_coroutine_is_left_alone() -> None:
+    class RewardLoopWorker:
+        def compute_score(self, data: int) -> int:
+            return data
+
+    module = ModuleType("loop")
+    module.RewardLoopWorker = RewardLoopWorker  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):  # logged by who calls it
+        verl_processes._wrap_reward_loop(module)
+    assert RewardLoopWorker().compute_score(3) == 3
+
+
+def test_a_plugin_that_cannot_be_loaded_does_not_stop_verl(tmp_path: Path) -> None:
+    """Another version of rolecall, or a part of it, may be installed there."""
+    code = (
+        "import sys; sys.modules['rolecall.integrations.verl_processes'] = None\n"
+        "import rolecall.integrations.verl; print('goes on')"
+    )
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), ENABLED: "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "goes on\n" and "rolecall sees nothing of this process" in done.stderr

@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from rolecall.agent.daemon import _parser
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.cli.watch import watch as watch_commands
+from rolecall.core.config.actuators import KubernetesActuator
+from rolecall.core.config.watched import load_watched, parse_watched
 from rolecall.dashboards.grafana.rules import rules_yaml
-from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB
+from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB, parse_address
+from rolecall.watch.agents import entries_of
 from tests.agent.processes import AgentProcess
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +201,130 @@ def test_the_pod_gets_no_more_than_it_must() -> None:
     assert _container()["resources"]["limits"] == {"cpu": "100m", "memory": "128Mi"}
     namespaced = [m for m in manifests.values() if m["kind"] != "Namespace"]
     assert {m["metadata"]["namespace"] for m in namespaced} == {manifests["Namespace"]["metadata"]["name"]}
+
+
+WATCH = DEPLOY / "kubernetes" / "watch-deployment.yaml"
+SIDECAR = DEPLOY / "kubernetes" / "ray-sidecar.yaml"
+KUSTOMIZATION = DEPLOY / "kubernetes" / "kustomization.yaml"
+
+
+def _by_kind(path: Path) -> dict[str, Any]:
+    return {m["kind"]: m for m in yaml.safe_load_all(path.read_text())}
+
+
+def test_the_base_has_each_manifest_that_is_applied_and_no_example() -> None:
+    base = yaml.safe_load(KUSTOMIZATION.read_text())
+    assert (base["apiVersion"], base["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
+    assert all((KUSTOMIZATION.parent / name).is_file() for name in base["resources"])
+    others = {KUSTOMIZATION.name, SIDECAR.name, "prometheus.yaml"}
+    assert {*base["resources"], *others} == {p.name for p in KUSTOMIZATION.parent.iterdir()}
+    seen = [
+        (m["apiVersion"], m["kind"], m["metadata"].get("namespace", ""), m["metadata"]["name"])
+        for name in base["resources"]
+        for m in yaml.safe_load_all((KUSTOMIZATION.parent / name).read_text())
+    ]
+    assert len(set(seen)) == len(seen), "no object is there twice"
+
+
+def test_kustomize_builds_the_base() -> None:
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("no kubectl here")
+    command = [program, "kustomize", str(KUSTOMIZATION.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    built = [m["kind"] for m in yaml.safe_load_all(done.stdout)]
+    assert sorted(built) == sorted(
+        m["kind"]
+        for name in yaml.safe_load(KUSTOMIZATION.read_text())["resources"]
+        for m in yaml.safe_load_all((KUSTOMIZATION.parent / name).read_text())
+    )
+
+
+def test_the_watch_is_started_as_it_is(tmp_path: Path) -> None:
+    manifests = _by_kind(WATCH)
+    pod = manifests["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    program, watch, agents, *arguments = [*container["command"], *container["args"]]
+    assert (program, watch, agents) == ("rolecall", "watch", "agents")
+    commands: Any = get_command(watch_commands)  # of the click that typer brings
+    given = commands.commands["agents"].make_context("agents", list(arguments)).params
+    files = manifests["ConfigMap"]["data"]
+    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    volumes = {v["name"]: v for v in pod["volumes"]}
+    for path in (Path(given["agents"]), given["config"]):
+        assert path.name in files and volumes[mounts[str(path.parent)]]["configMap"]["name"] == "rolecall-watch"
+        (tmp_path / path.name).write_text(files[path.name])
+    assert entries_of(tmp_path / "nodes.yaml") == ["http://gpu-001:9477", "http://gpu-002:9477"]
+    watched = load_watched(tmp_path / "watch.yaml")
+    assert watched.recovery.mode == "observe" and watched.actuator is not None
+    claim = manifests["PersistentVolumeClaim"]["metadata"]["name"]
+    assert volumes[mounts[str(given["runs"].parent)]]["persistentVolumeClaim"]["claimName"] == claim
+    (port,) = container["ports"]
+    assert parse_address(given["metrics"])[1] == port["containerPort"]
+    assert {*mounts.values()} == {*volumes}
+
+
+def test_the_watch_may_do_what_its_role_grants_and_no_more() -> None:
+    manifests, rbac = _by_kind(WATCH), _by_kind(DEPLOY / "kubernetes" / "watch-rbac.yaml")
+    deployment = manifests["Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == rbac["ServiceAccount"]["metadata"]["name"]
+    assert {m["metadata"]["namespace"] for m in manifests.values()} == {rbac["ServiceAccount"]["metadata"]["namespace"]}
+    watched = parse_watched(yaml.safe_load(manifests["ConfigMap"]["data"]["watch.yaml"]))
+    assert isinstance(watched.actuator, KubernetesActuator)
+    assert watched.actuator.namespace == rbac["Role"]["metadata"]["namespace"]
+    assert pod["automountServiceAccountToken"] is True, "its actuator reads the token"
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
+    (container,) = pod["containers"]
+    security = container["securityContext"]
+    assert pod["securityContext"]["runAsNonRoot"] is True and security["readOnlyRootFilesystem"] is True
+    assert security["allowPrivilegeEscalation"] is security["privileged"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def _ray_pods() -> list[dict[str, Any]]:
+    spec = _by_kind(SIDECAR)["RayCluster"]["spec"]
+    return [g["template"]["spec"] for g in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+
+def test_the_sidecar_sees_the_processes_of_its_pod_and_they_find_it(tmp_path: Path) -> None:
+    manifests = _by_kind(SIDECAR)
+    (tmp_path / "agent.yaml").write_text(manifests["ConfigMap"]["data"]["agent.yaml"])
+    file = load_agent_file(tmp_path / "agent.yaml")
+    pods = _ray_pods()
+    assert len(pods) == 2
+    for pod in pods:
+        ray, agent = pod["containers"]
+        assert pod["shareProcessNamespace"] is True and "hostPID" not in pod
+        assert ray["name"] == "ray", "KubeRay takes the first container for Ray's"
+        volumes = {v["name"]: v for v in pod["volumes"]}
+        shared = {m["mountPath"]: m["name"] for m in agent["volumeMounts"]}
+        assert {"name": "ROLECALL_AGENT_DIR", "value": str(file.data_dir)} in ray["env"]
+        assert {"name": shared[str(file.data_dir)], "mountPath": str(file.data_dir)} in ray["volumeMounts"]
+        assert "emptyDir" in volumes[shared[str(file.data_dir)]] and {*shared.values()} == {*volumes}
+        arguments = [a.replace("$(POD_NAME)", "my-raycluster-workers-worker-x7k2p") for a in agent["args"]]
+        given = _parser().parse_args(arguments)
+        assert (given.node, given.host) == ("my-raycluster-workers-worker-x7k2p", "0.0.0.0")
+        assert given.config.name in manifests["ConfigMap"]["data"] and str(given.config.parent) in shared
+        (port,) = agent["ports"]
+        assert port["containerPort"] == file.port and "hostPort" not in port
+        assert agent["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": port["name"]}
+        security = agent["securityContext"]
+        assert "readinessProbe" not in agent and security["capabilities"] == {"drop": ["ALL"]}
+        assert security["runAsNonRoot"] is True and security["readOnlyRootFilesystem"] is True
+
+
+def test_an_agent_starts_with_the_sidecars_configuration(tmp_path: Path) -> None:
+    text = _by_kind(SIDECAR)["ConfigMap"]["data"]["agent.yaml"]
+    (tmp_path / "agent.yaml").write_text(text)
+    agent = AgentProcess(tmp_path / "node", "--config", str(tmp_path / "agent.yaml"), "--port", "0")
+    try:
+        assert agent.get("/healthz")[0] == 200
+    finally:
+        agent.close()
 
 
 # --- Prometheus ---------------------------------------------------------------------------------------------------

@@ -362,6 +362,8 @@ def test_a_pause_holds_an_approved_plan_and_is_recorded_once() -> None:
         (fleet(), {"paused": "by me"}, False),
         (fleet(), {"config": {"mode": "observe"}}, False),
         (fleet(rollout_1=2), {"paused": "by me"}, True),  # it has happened: repeating it is without effect
+        (fleet(), {"paused": "by me", "begun": True}, True),  # of several calls some were made
+        (fleet(), {"config": {"mode": "observe"}, "begun": True}, False),
     ],
 )
 def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(

@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet_view import FleetView
+from rolecall.recovery.fleet_view import FleetView, RunPlaces
 from rolecall.recovery.incidents import ActionFailure
 from rolecall.recovery.next_step import verify
 from tests.recovery.test_policy import view
@@ -122,6 +122,35 @@ def test_a_replica_that_gets_no_work_has_not_failed(
         fleet=fleet,
         progress={"rollout/1": WORKS, "rollout/2": STILL},
         waiting=waiting,
+        done_at=100.0,
+        now=100.0 + waited,
+        verification_timeout_seconds=20.0,
+    )
+    assert (found.resolved, found.failure) == (resolved, failure)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "progress", "waited", "resolved", "failure"),
+    [
+        (True, STILL, 21.0, False, None),
+        (True, STILL, 201.0, False, ActionFailure.NO_PROGRESS),
+        (True, WORKS, 21.0, True, None),
+        (False, STILL, 21.0, False, ActionFailure.NO_PROGRESS),
+    ],
+    ids=["it may still get work", "it never worked", "it works", "it hangs"],
+)
+def test_of_a_job_that_rolecall_did_not_start_only_work_shows_that_a_replica_serves(
+    waiting: bool, progress: tuple[bool, str], waited: float, resolved: bool, failure: ActionFailure | None
+) -> None:
+    """Its first batch may hang in the phase in which no progress is due."""
+    name = "rollout/1"
+    target = PlanTarget(replica=ReplicaId(name), incarnation=1, node=NodeId("n"))
+    plan = Plan(incident_id=IncidentId("i"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="")
+    found = verify(
+        plan,
+        fleet=FleetView(replicas=(view(name, "n", desired=2),), places=RunPlaces(scheduled=True)),
+        progress={name: progress},
+        waiting=frozenset({name}) if waiting else frozenset(),
         done_at=100.0,
         now=100.0 + waited,
         verification_timeout_seconds=20.0,

@@ -13,7 +13,16 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.actuators.targets.target import Member
-from rolecall.watch.observed_fleet import FLAG, FRESH_SECONDS, SETTLE_SECONDS, ObservedFleet, kept_members
+from rolecall.watch.observed_fleet import (
+    FLAG,
+    FRESH_SECONDS,
+    SETTLE_SECONDS,
+    SILENT_SECONDS,
+    SWEEP_SECONDS,
+    EveryProcess,
+    ObservedFleet,
+    kept_members,
+)
 
 S = ReplicaState
 
@@ -237,3 +246,53 @@ def test_a_name_that_is_no_replica_is_passed_on(it: Fleet) -> None:
     seen = it.see(("somebody", 0, process(10)))
     assert [s.replica for s in seen.batches[0].processes] == ["somebody"] and it.fleet.members() == []
     assert replace(seen.batches[0].processes[0]).incarnation == 0
+
+
+def test_a_process_after_a_boot_of_its_node_is_the_next_one(it: Fleet) -> None:
+    """Start times of processes are counted from the boot."""
+    before, after = process(900, ticks=900_000), process(70, ticks=700)
+    it.see((A, 0, before), events=(it.event(AgentEventKind.REGISTERED, before, A),))
+    it.see((A, 0, before), dead=True)
+    it.clock.advance(60.0)
+    for _ in range(2):
+        it.see((A, 0, after), events=(it.event(AgentEventKind.REGISTERED, after, A),))
+    assert it.state(A) == (2, 2, S.SERVING, 70)
+    assert [(n, m.pid) for n, m in it.fleet.members()] == [(2, 70)]
+
+
+class OneRun:
+    """Passes on what has PIDs below 100."""
+
+    def __init__(self, source: EveryProcess) -> None:
+        self._source = source
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen = self._source.poll(timeout_seconds)
+        ours = tuple(replace(b, processes=tuple(p for p in b.processes if p.process.pid < 100)) for b in seen.batches)
+        return replace(seen, batches=ours, events=tuple(e for e in seen.events if e.process and e.process.pid < 100))
+
+
+def test_processes_of_jobs_that_are_left_out_are_known_and_kept(it: Fleet) -> None:
+    """A command that ends a node, or a job of Slurm, ends them too."""
+    every = EveryProcess(it.source)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, frozenset({"rollout"}), every)
+    theirs = process(200)
+    told = it.event(AgentEventKind.REGISTERED, theirs, A)
+    it.see(
+        (A, 0, process(10)), ("trainer/0", 0, process(40)), (A, 0, theirs), ("no name", 0, process(300)), events=(told,)
+    )
+    expected = [(0, "rollout/0 of another job", 200, "77"), (0, "trainer/0", 40, ""), (1, A, 10, "")]
+    for known in (it.fleet.members(), kept_members(it.journal)):
+        assert sorted((n, m.label, m.pid, m.job) for n, m in known) == expected
+    it.see((A, 0, process(10)), events=(it.event(AgentEventKind.EXITED, theirs, A),))
+    assert sorted(m.label for _, m in it.fleet.members()) == [A, "trainer/0"]
+
+
+def test_one_that_its_agent_no_longer_samples_has_ended(it: Fleet) -> None:
+    every = EveryProcess(it.source)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, frozenset({"rollout"}), every)
+    elsewhere = process(300, node="n-2")
+    it.see((A, 0, process(10)), (B, 0, process(200)), (B, 0, elsewhere))
+    it.clock.advance(SILENT_SECONDS + SWEEP_SECONDS)
+    it.see((A, 0, process(10)))
+    assert sorted(m.pid for _, m in it.fleet.members()) == [10, 300], "the agent of n-2 does not answer"

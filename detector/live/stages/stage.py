@@ -112,7 +112,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
-        # Between two steps a job of its own compiles and forks, too, which holds the interpreter: CPU time above all.
+        # Between two steps jobs compile and fork, too, which holds the interpreter: for CPU time above all.
         is_between = subject.incarnation == UNCOUNTED and subject.phase == Phase.WAIT and not subject.stopped
         return replace(learned, effective_share=1.0) if is_between else learned
     if is_standby(subject.replica) and subject.phase in PHASES_WITHOUT_DUE_PROGRESS:

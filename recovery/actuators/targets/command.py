@@ -6,7 +6,7 @@ from rolecall.core.config.actuators import CommandActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
-from rolecall.recovery.actuators.targets.target import Order
+from rolecall.recovery.actuators.targets.target import Member, Order
 
 
 class Command:
@@ -18,12 +18,16 @@ class Command:
         self.supports = frozenset({ActionKind.REPLACE_REPLICA, *move})
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        nodes, jobs = {m.node for m in order.members}, {m.job for m in order.members}
         match self._config.also_ends:
             case "node":
-                return sorted({m.replica for m in order.others if m.node in nodes})
-            case "job":
-                return sorted({m.replica for m in order.others if m.job in jobs})
+                return sorted({m.label for m in order.others if m.node in order.nodes})
+            case "job" if order.members:
+                # A job may be known by its run id to one and by its rendezvous to another. One that is not known may
+                # be this one.
+                ours = [_jobs(m) for m in order.members]
+                return sorted(
+                    {m.label for m in order.others if not _jobs(m) or any(not jobs or jobs & _jobs(m) for jobs in ours)}
+                )
         return ()
 
     def replace(self, order: Order) -> Procedure:
@@ -54,3 +58,7 @@ class Command:
         if reply.status != 0:
             raise ActuatorError(f"{argv[0]}: {reply.shown}")
         return f"{argv[0]} ended with 0"
+
+
+def _jobs(member: Member) -> set[str]:
+    return {member.job, member.rendezvous} - {""}

@@ -28,7 +28,6 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     pods_of_members,
     read_object,
     said,
-    unavailable,
 )
 from rolecall.recovery.actuators.targets.target import HasEnded, Order, filled
 
@@ -65,9 +64,7 @@ class KubeRay:
         self._path = f"/apis/ray.io/v1/namespaces/{config.namespace}/rayclusters/{quote(config.cluster, safe='')}"
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        """Those with processes on the same node, unless the selector names other pods for them."""
-        mine = {(m.node, filled(self._config.selector, m)) for m in order.members}
-        return in_the_same_pods(order, [m for m in order.others if (m.node, filled(self._config.selector, m)) in mine])
+        return in_the_same_pods(order, self._config.selector)
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:
@@ -120,7 +117,7 @@ class KubeRay:
             if tried.status == 200:
                 asked.clear()
                 return (yield from self._wait_and_clear(cluster, group, names, pods, done))
-            if unavailable(tried):
+            if tried.unavailable:
                 asked[group.name] = pods
             elif tried.status not in (CONFLICT, TEST_FAILED):
                 break
@@ -160,7 +157,7 @@ class KubeRay:
         named = set(self.also_hit(order))
         for pod in chosen.values():
             hit = {
-                m.replica for m in order.others if m.node in (pod.name, pod.node) and m.pod_uid in ("", pod.uid)
+                m.label for m in order.others if m.node in (pod.name, pod.node) and m.pod_uid in ("", pod.uid)
             } - named
             if hit and pod.name not in {p.name for p in by_node.values()}:
                 raise ActuatorError(
@@ -270,7 +267,7 @@ class KubeRay:
             )
             if tried.status == 200:
                 return
-            if tried.status not in (CONFLICT, TEST_FAILED) and not unavailable(tried):
+            if tried.status not in (CONFLICT, TEST_FAILED) and not tried.unavailable:
                 break
         raise ActuatorError(f"{said(tried)}; {self._by_hand(name)}")
 

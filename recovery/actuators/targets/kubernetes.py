@@ -11,18 +11,16 @@ from urllib.parse import quote
 from rolecall.core.config.actuators import KubernetesActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.calls import TOO_MANY, Call, Procedure, Reply
 from rolecall.recovery.actuators.targets.kubernetes_api import (
     CONFLICT,
     GONE,
-    TOO_MANY,
     TRIES_MAX,
     KubernetesApi,
     Pod,
     in_the_same_pods,
     pods_of_members,
     said,
-    unavailable,
 )
 from rolecall.recovery.actuators.targets.target import HasEnded, Order, filled
 
@@ -39,10 +37,7 @@ class Kubernetes:
         self.supports = frozenset({ActionKind.REPLACE_REPLICA, *move})
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        """Those with processes on the same node, unless the template names other pods for them."""
-        template = self._config.pod or self._config.selector
-        mine = {(m.node, filled(template, m)) for m in order.members}
-        return in_the_same_pods(order, [m for m in order.others if (m.node, filled(template, m)) in mine])
+        return in_the_same_pods(order, self._config.pod or self._config.selector)
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:
@@ -122,7 +117,7 @@ class Kubernetes:
                 now = yield from self._api.pod(f"conflict-{pod.uid}-{n}", pod.name)
                 if now is None or now.uid != pod.uid:
                     return
-            elif failures >= TRIES_MAX or not unavailable(reply):
+            elif failures >= TRIES_MAX or not reply.unavailable:
                 raise ActuatorError(f"pod {pod.name} was not evicted: {said(reply)}")
             after = float(failures)
         raise AssertionError

@@ -7,16 +7,17 @@ resource version that was read, so that a change by someone else in between is a
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
 from rolecall.core.errors import ActuatorError
+from rolecall.core.ids import split_replica
 from rolecall.core.text import plain
 from rolecall.recovery.actuators.calls import REFUSED, Call, HttpCall, Reply
-from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order
+from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order, filled
 
 CLOCKS_DIFFER_SECONDS = 2.0
 """Between two nodes; Kubernetes rounds times down to seconds."""
@@ -30,7 +31,6 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 GONE = 404
 CONFLICT = 409
-TOO_MANY = 429
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class KubernetesApi:
         reply = Reply(status=REFUSED)
         for n in range(TRIES_MAX):
             reply = yield self.call(f"{key}-{n}", words, "GET", path, assumed=assumed, after_seconds=float(n))
-            if not unavailable(reply):
+            if not reply.unavailable:
                 break
         return reply
 
@@ -112,8 +112,8 @@ class KubernetesApi:
         query = urlencode({"labelSelector": selector})
         reply = yield from self.read(key, words, f"{self.namespaced}/pods?{query}")
         value = read_object(reply, words)
-        items = value.get("items")
-        if not isinstance(items, list) or value.get("metadata", {}).get("continue"):
+        items, metadata = value.get("items"), value.get("metadata")
+        if not isinstance(items, list) or not isinstance(metadata, dict) or metadata.get("continue"):
             raise ActuatorError(f"{words}: the answer is no whole list")
         return [self._pod_of(item) for item in items]
 
@@ -162,7 +162,7 @@ class KubernetesApi:
             waited, n = waited + after, n + 1
             if reply.status == GONE:
                 left = left[1:]
-            elif not unavailable(reply):
+            elif not reply.unavailable:
                 now = self._pod_of(read_object(reply, f"read pod {left[0].name}"))
                 if now.uid != left[0].uid or now.ended:
                     left = left[1:]
@@ -175,10 +175,12 @@ class KubernetesApi:
         for n in range(TRIES_MAX):
             words = f"read node {node}"
             value = read_object((yield from self.read(f"node-{n}", words, path)), words)
-            metadata = value.get("metadata") or {}
-            if metadata.get("name") != node or not metadata.get("resourceVersion"):
+            metadata, spec = value.get("metadata"), value.get("spec") or {}
+            if not isinstance(metadata, dict) or not isinstance(spec, dict) or metadata.get("name") != node:
                 raise ActuatorError(f"{words}: the answer is another object")
-            if (value.get("spec") or {}).get("unschedulable"):
+            if not metadata.get("resourceVersion"):
+                raise ActuatorError(f"{words}: the answer has no resource version")
+            if spec.get("unschedulable"):
                 return f"; node {node} is cordoned"
             because = plain(f"{order.incident_id}: {order.because}", ANNOTATION_CHARACTERS)
             reply = yield self.call(
@@ -194,7 +196,7 @@ class KubernetesApi:
             )
             if reply.status == 200:
                 return f"; node {node} is cordoned"
-            if reply.status != CONFLICT and not unavailable(reply):
+            if reply.status != CONFLICT and not reply.unavailable:
                 break
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
 
@@ -232,23 +234,28 @@ def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None
         raise ActuatorError(f"ranks of {order.replica} on {member.node} are in several pods")
 
 
-def in_the_same_pods(order: Order, others: Sequence[Member]) -> list[str]:
-    """Replicas with processes on the same nodes, but those that are known to be in other pods there."""
+def in_the_same_pods(order: Order, template: str) -> list[str]:
+    """Other replicas with processes on the same nodes, but those that are known to be in other pods there, or for which
+    `template` (a name or selector) stands for other pods. It says nothing of other roles unless it names the role."""
+    names_role = "{role" in template or "{replica" in template
     pods: dict[str, set[str]] = {}
+    named: dict[str, set[str]] = {}
     for member in order.members:
         pods.setdefault(member.node, set()).add(member.pod_uid)
-    return sorted(
-        {
-            m.replica
-            for m in others
-            if m.node in pods and ("" in {m.pod_uid, *pods[m.node]} or m.pod_uid in pods[m.node])
-        }
-    )
-
-
-def unavailable(reply: Reply) -> bool:
-    """No answer, or one that says nothing about the object."""
-    return not reply.known or reply.status in (REFUSED, TOO_MANY) or reply.status >= 500
+        named.setdefault(member.node, set()).add(filled(template, member))
+    hit = set[str]()
+    for other in order.others:
+        mine = pods.get(other.node)
+        if mine is None:
+            continue
+        if "" not in {other.pod_uid, *mine}:
+            hit |= {other.label} if other.pod_uid in mine else set()
+            continue
+        comparable = names_role or split_replica(other.replica)[0] == order.role
+        as_mine = other if comparable else replace(other, replica=order.replica)
+        if filled(template, as_mine) in named[other.node]:
+            hit.add(other.label)
+    return sorted(hit)
 
 
 def read_object(reply: Reply, words: str) -> dict[str, Any]:

@@ -6,14 +6,19 @@ step.
 """
 
 from collections.abc import Sequence
+from itertools import count
 
 from rolecall.core.config.actuators import MilesActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import HttpCall, Procedure, Reply
+from rolecall.recovery.actuators.calls import REFUSED, HttpCall, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import Order
 
 OK = 200
+TRIES_MAX = 4
+"""Of a change that the control server did not answer."""
+POLLS_AT_ONE_PACE, PACE_MAX = 20, 5
+"""After so many looks the pause between two becomes longer, up to this many times `poll_seconds`."""
 SUSPENDED = "Suspended"
 """Phase of a cell whose actors are stopped."""
 
@@ -38,28 +43,56 @@ class Miles:
         if _is_suspended((yield read), name) and not order.begun:
             raise ActuatorError(f"cell {name} is suspended: somebody else is at work on it")
         yield from _patch(url, name, suspend=True)
-        waiting = HttpCall(
-            key="wait",
-            words=f"wait until cell {name} is suspended",
-            changes=False,
-            assumed=Reply(status=OK, text='{"spec": {"suspend": true}, "status": {"phase": "Suspended"}}'),
-            after_seconds=self._config.poll_seconds,
-            method="GET",
-            url=url,
-        )
-        while not _is_suspended((yield waiting), name):
-            pass
-        yield from _patch(url, name, suspend=False)
+        # From here on every end but the last must say that the cell is suspended.
+        try:
+            yield from self._wait(url, name, begun=order.begun)
+            yield from _patch(url, name, suspend=False)
+        except ActuatorError as e:
+            raise ActuatorError(f"{e}; {_by_hand(name)}") from None
         return f"cell {name} was suspended and resumed"
+
+    def _wait(self, url: str, name: str, *, begun: bool) -> Procedure:
+        """Looks until the cell is suspended; a control server that cannot answer now is asked again. `begun`: it may
+        have been resumed already, by the last call of an earlier watch."""
+        for n in count():
+            reply = yield HttpCall(
+                key=f"wait-{n}",
+                words=f"see whether cell {name}, which was asked to be suspended, may be resumed ({_by_hand(name)})",
+                changes=False,
+                assumed=Reply(status=OK, text='{"spec": {"suspend": true}, "status": {"phase": "Suspended"}}'),
+                after_seconds=self._config.poll_seconds * min(1 + n // POLLS_AT_ONE_PACE, PACE_MAX),
+                method="GET",
+                url=url,
+            )
+            if not reply.unavailable and (_is_suspended(reply, name) or (begun and not _is_to_suspend(reply))):
+                return ""
+        raise AssertionError
 
 
 def _patch(url: str, name: str, *, suspend: bool) -> Procedure:
+    """Asks again if the control server cannot answer now. Raises ActuatorError: it refuses, or never answers."""
     word = "suspend" if suspend else "resume"
-    body = {"spec": {"suspend": suspend}}
-    reply = yield HttpCall(key=word, words=f"{word} cell {name}", repeatable=True, method="PATCH", url=url, body=body)
+    reply = Reply(status=REFUSED)
+    for n in range(TRIES_MAX):
+        reply = yield HttpCall(
+            key=f"{word}-{n}" if n else word,
+            words=f"{word} cell {name}",
+            repeatable=True,
+            after_seconds=float(n),
+            method="PATCH",
+            url=url,
+            body={"spec": {"suspend": suspend}},
+        )
+        if not reply.unavailable:
+            break
     if reply.status != OK:
-        raise ActuatorError(f"{word} cell {name}: {reply.shown}")
+        doubt = f"; {_by_hand(name)}" if suspend and reply.unavailable else ""
+        raise ActuatorError(f"{word} cell {name}: {reply.shown}{doubt}")
     return ""
+
+
+def _by_hand(name: str) -> str:
+    return f"look whether cell {name} is suspended, and resume it by hand"
 
 
 def _is_suspended(reply: Reply, name: str) -> bool:
@@ -71,3 +104,7 @@ def _is_suspended(reply: Reply, name: str) -> bool:
         return bool(cell["spec"]["suspend"]) and cell["status"]["phase"] == SUSPENDED
     except (KeyError, TypeError):
         raise ActuatorError(f"cell {name}: the control server answers without spec.suspend or status.phase") from None
+
+
+def _is_to_suspend(cell: Reply) -> bool:
+    return bool(cell.json["spec"]["suspend"])

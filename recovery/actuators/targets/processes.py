@@ -26,7 +26,7 @@ class Processes:
             if order.begun:
                 return f"{named} has ended"
             raise ActuatorError(f"no process of {named} is seen: nothing to end")
-        nodes = sorted({m.node for m in (*order.members, *order.others)})
+        nodes = sorted({m.node for m in (*order.members, *order.others) if not m.foreign})
         if len(nodes) > 1 and not config.run_on_node:
             raise ActuatorError(
                 f"the job runs on {', '.join(nodes)}: actuator.run_on_node must say how to reach a node"

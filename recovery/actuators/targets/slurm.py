@@ -60,7 +60,7 @@ class Slurm:
     def also_hit(self, order: Order) -> Sequence[str]:
         mine = {_numbers(m, self._config.job) for m in order.members} - {None}
         steps = self._config.unit == "step"
-        hit = set[str]()
+        hit = {m.label for m in self._unknown(order) if m.node in order.nodes} if mine else set[str]()
         for member in order.others:
             theirs = _numbers(member, self._config.job)
             for unit in mine:
@@ -68,8 +68,14 @@ class Slurm:
                     continue
                 # A process of the job whose step is not known may be in this one.
                 if not steps or "" in (unit[1], theirs[1]) or unit[1] == theirs[1]:
-                    hit.add(member.replica)
+                    hit.add(member.label)
         return sorted(hit)
+
+    def _unknown(self, order: Order) -> list[Member]:
+        """Processes of others that may be in any Slurm job. Where one of the same node has its job from its cgroup, all
+        of that node's jobs would have it from there."""
+        told = {m.node for m in (*order.members, *order.others) if m.slurm_step}
+        return [m for m in order.others if m.node not in told and _numbers(m, self._config.job) is None]
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:
@@ -274,6 +280,12 @@ class Slurm:
         for node in order.nodes:
             if node not in hosts:
                 raise ActuatorError(f"{words} does not run on {node}, as {order.replica} does, but on {unit.node_list}")
+        beyond = sorted({m.label for m in self._unknown(order) if m.node in hosts} - {*self.also_hit(order)})
+        if beyond:
+            raise ActuatorError(
+                f"{words} may hold {', '.join(beyond)}, too, whose Slurm job is not known, and which the plan does not"
+                " name"
+            )
 
     def _read(
         self, key: str, words: str, what: str, name: str, wait: int, assumed: Reply | None = None

@@ -9,13 +9,16 @@ from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.recovery.actuators.calls import Procedure
 
+OF_ANOTHER_JOB = " of another job"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A process of the job as its agent sees it. `job`: run id or rendezvous; `rendezvous`: that alone (`host:port` of
     torchrun, `job.step` of Slurm); empty: not known. `registered_at`: when its agent first saw it, wall seconds of its
     node; what contains the process has started before. 0: not known. `pod_uid`, `slurm_step` (`4711.0`): what contains
-    it, from its cgroup; empty: not known, or not there."""
+    it, from its cgroup; empty: not known, or not there. `foreign`: of another job, which the watch leaves out; its
+    replica may have the name of one of ours."""
 
     replica: str
     rank: int
@@ -27,14 +30,20 @@ class Member:
     registered_at: float = 0.0
     pod_uid: str = ""
     slurm_step: str = ""
+    foreign: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name of its replica, different from that of every replica of ours if it is of another job."""
+        return f"{self.replica}{OF_ANOTHER_JOB}" if self.foreign else self.replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What to replace. `key`: of this plan, the same when it is performed again after a crash. `members`: the living
-    processes of the named incarnation, rank 0 first; `others`: those of all other replicas. `leave_node`: the
-    replacement must run on another node, because the fault stays with `node`. `begun`: an earlier watch has made a call
-    of this plan, so that the members may be gone because of it."""
+    processes of the named incarnation, rank 0 first; `others`: those of all other replicas, of other jobs too.
+    `leave_node`: the replacement must run on another node, because the fault stays with `node`. `begun`: a call of this
+    plan was made before, so that the members may be gone because of it."""
 
     key: str
     incident_id: str
@@ -93,7 +102,7 @@ class Target(Protocol):
     def supports(self) -> frozenset[ActionKind]: ...
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        """Other replicas that replacing this one would take down."""
+        """Other replicas that replacing this one would take down, by their labels."""
 
     def replace(self, order: Order) -> Procedure:
         """Ends the replica, and has its replacement started where the system does not do that by itself. A procedure

@@ -52,6 +52,8 @@ class Torchft:
             method="POST",
             url=f"{url}/replica/{quote(full[0], safe='')}/kill",
         )
+        if UNKNOWN in reply.text and self._config.processes is not None:  # it has left the quorum since
+            return (yield from Processes(self._config.processes).replace(order))
         if reply.status not in (OK, SERVER_ERROR) or UNKNOWN in reply.text:
             raise ActuatorError(f"end replica group {full[0]}: {reply.shown}")
         return f"the lighthouse asked {full[0]} to end"

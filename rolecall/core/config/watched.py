@@ -46,6 +46,9 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
         problems.append(
             "actuator.wait_seconds: must be at most half of deadline_seconds: workersToDelete is cleared then"
         )
+    longest = getattr(config.actuator, "call_seconds", 0.0) + getattr(config.actuator, "grace_seconds", 0.0)
+    if longest > config.deadline_seconds:
+        problems.append(f"deadline_seconds: must be at least {longest:g}, as long as one call of the actuator may take")
     if problems:
         raise ConfigError(problems, source)
     return config

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,8 @@ class Report:
         self.passes: list[int] = []
         self.exchanges = 0
 
-    def start(self) -> None:
+    def start(self, *, source: str) -> None:
+        assert source == "hooks"
         self.started = True
 
     def is_started(self) -> bool:
@@ -55,6 +56,12 @@ class Report:
         self.loading.append(loading_seconds)
         self.passes.append(work_units)
         self.enter_phase(phase)
+
+    def begin_step(self, phase: str) -> None:
+        self.enter_phase(phase)
+
+    def count_collectives(self, issued: Callable[[], int]) -> None:
+        assert issued() >= -1
 
     def exchange(self) -> None:
         self.exchanges += 1
@@ -299,7 +306,7 @@ def test_other_threads_do_not_count(job: Job) -> None:
 
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self) -> None:
+        def start(self, *, source: str) -> None:
             raise OSError("no space")
 
     job = Job(Broken())

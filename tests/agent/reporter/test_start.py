@@ -126,6 +126,15 @@ def test_an_agent_that_starts_later_is_found(child: Child, tmp_path: Path) -> No
         agent.close()
 
 
+def test_who_reports_and_the_flight_recorders_setting_are_told(
+    agent: AgentProcess, child: Child, tmp_path: Path
+) -> None:
+    child.do("os.environ['TORCH_NCCL_TRACE_BUFFER_SIZE'] = '0'; reporter.start(source='hooks')")
+    eventually(lambda: [e for e in agent.events() if e["kind"] == "registered"], "it registers")
+    (event,) = [e for e in agent.events() if e["kind"] == "registered"]
+    assert event["detail"] == {"source": "hooks", "flight_recorder": "0"}
+
+
 def _run(code: str, agent_dir: Path, **environ: str) -> tuple[int, str]:
     """Exit code and stderr of a job."""
     header = "import os, sys, time\nfrom rolecall import reporter\nreporter.start()\n"

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -117,3 +118,22 @@ def test_a_request_that_reached_no_server_had_no_effect(url: str, tmp_path: Path
     no_token = HttpCall(key="h", words="", method="GET", url=url, token_path=str(tmp_path / "none")).make()
     no_ca = HttpCall(key="h", words="", method="GET", url="https://127.0.0.1:9/x", ca_path=str(tmp_path / "no")).make()
     assert [r.status for r in (refused, no_token, no_ca)] == [REFUSED] * 3, (refused, no_token, no_ca)
+
+
+def test_a_command_that_cannot_be_ended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an uninterruptible system call."""
+    left: list[subprocess.Popen[bytes]] = []
+
+    def never(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        left.append(process)
+        raise subprocess.TimeoutExpired("x", timeout or 0.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "wait", never)
+        reply = command("/bin/sleep", "100", seconds=0.1)
+    left[0].wait(30.0)
+    assert reply.status == NO_STATUS and "not done within 0.1 s" in reply.text
+
+
+def test_a_body_that_is_nested_too_deeply_is_no_json() -> None:
+    assert Reply(status=200, text="[" * 1_000_000).json is None

@@ -120,3 +120,34 @@ def test_a_mode_that_acts_needs_an_actuator() -> None:
 def test_the_configuration_names_its_target() -> None:
     config = parse_watched({"actuator": {"kind": "command", "replace": ["true"]}, "roles": ["rollout"]}).actuator
     assert config is not None and target_of(config).name == "command"
+
+
+def test_what_may_be_of_the_same_job_ends_too() -> None:
+    """A job is known by its run id to some, by its rendezvous to others, and to some not at all."""
+
+    def of(replica: str, job: str, rendezvous: str = "") -> Member:
+        return Member(replica=replica, rank=0, node="n-1", pid=40, start_ticks=9, job=job, rendezvous=rendezvous)
+
+    others = (of("rollout/2", "h:1"), of("trainer/0", ""), of("rollout/3", "h:2", "h:2"))
+    given = Order(
+        key="k",
+        incident_id="i",
+        replica="rollout/1",
+        incarnation=1,
+        node="n-1",
+        because="",
+        members=(of("rollout/1", "77", "h:1"),),
+        others=others,
+    )
+    assert command(also_ends="job").also_hit(given) == ["rollout/2", "trainer/0"]
+    unknown = Order(
+        **{name: getattr(given, name) for name in given.__slots__} | {"members": (of("rollout/1", ""),)},
+    )
+    assert command(also_ends="job").also_hit(unknown) == ["rollout/2", "rollout/3", "trainer/0"]
+
+
+def test_one_call_takes_no_longer_than_the_action_may() -> None:
+    actuator = {"kind": "command", "replace": ["true"], "call_seconds": 400}
+    with pytest.raises(ConfigError, match="deadline_seconds: must be at least 400"):
+        parse_watched({"actuator": actuator, "roles": ["rollout"]})
+    parse_watched({"actuator": actuator, "roles": ["rollout"], "deadline_seconds": 400})

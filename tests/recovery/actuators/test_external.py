@@ -1,5 +1,6 @@
 """Plans performed by calls: each call once, whoever dies in between, and never under a lease that is over."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from rolecall.core.journal.payloads import CallEnded, CallStarted
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply
-from rolecall.recovery.actuators.external import ExternalActuator, calls_of, order_of
+from rolecall.recovery.actuators.external import STALE_SECONDS, ExternalActuator, calls_of, order_of
 from rolecall.recovery.actuators.targets.target import Member, Order
 from tests.support import eventually
 
@@ -31,12 +32,15 @@ class FakeCall(Call):
 
     made: list[str]
     status: int = 0
+    may_end: threading.Event | None = None
 
     @property
     def shown(self) -> str:
         return f"do {self.key}"
 
     def make(self) -> Reply:
+        if self.may_end is not None:
+            self.may_end.wait(60.0)
         self.made.append(self.key)
         return Reply(status=self.status, text=f"did {self.key}")
 
@@ -53,13 +57,14 @@ class FakeTarget:
     also: tuple[str, ...] = ()
     orders: list[Order] = field(default_factory=list)
     endless: bool = False
+    held: dict[str, threading.Event] = field(default_factory=dict)  # key of a call -> it ends once this is set
 
     def also_hit(self, order: Order) -> Sequence[str]:
         return self.also
 
     def replace(self, order: Order) -> Procedure:
         self.orders.append(order)
-        read = yield FakeCall(key="read", words="read it", changes=False, made=self.made)
+        read = yield FakeCall(key="read", words="read it", changes=False, made=self.made, may_end=self.held.get("read"))
         assert read.text == "did read"
         for key in ("drain", "end"):
             reply = yield self._call(key)
@@ -71,7 +76,14 @@ class FakeTarget:
 
     def _call(self, key: str) -> FakeCall:
         status = self.statuses.get(key, 0)
-        return FakeCall(key=key, words=f"{key} it", repeatable=self.repeatable, made=self.made, status=status)
+        return FakeCall(
+            key=key,
+            words=f"{key} it",
+            repeatable=self.repeatable,
+            made=self.made,
+            status=status,
+            may_end=self.held.get(key),
+        )
 
 
 class World:
@@ -122,9 +134,11 @@ def world(tmp_path: Path) -> Iterator[World]:
     it.journal.close()
 
 
-def plan(*who: tuple[str, int], action: ActionKind = A.REPLACE_REPLICA) -> Plan:
+def plan(*who: tuple[str, int], action: ActionKind = A.REPLACE_REPLICA, also_hit: tuple[str, ...] = ()) -> Plan:
     targets = tuple(PlanTarget(replica=ReplicaId(r), incarnation=i, node=NodeId("n")) for r, i in who)
-    return Plan(incident_id=IncidentId("inc-1-x"), action=action, targets=targets, because="it hangs")
+    return Plan(
+        incident_id=IncidentId("inc-1-x"), action=action, targets=targets, because="it hangs", also_hit=also_hit
+    )
 
 
 def test_each_change_is_an_event_before_it_is_made_and_one_with_its_reply(world: World) -> None:
@@ -285,3 +299,124 @@ def test_a_dry_run_reads_and_changes_nothing(world: World) -> None:
     calls, ends = calls_of(world.target, order_of(one, one.targets[0], world.members))
     assert [c.shown for c in calls] == ["do drain", "do end"] and ends == "rollout/1 ended"
     assert world.target.made == ["read"] and world.calls() == []
+
+
+def begin(world: World, one: Plan, up_to: str = "read") -> None:
+    """Up to the reply to this call, which is not taken yet."""
+    may_end = world.target.held[up_to] = threading.Event()
+    world.perform(one, until=lambda: up_to == "read" or len(world.calls()) == 1)
+    may_end.set()
+    eventually(lambda: world.target.made[-1:] == [up_to], "it is made")
+
+
+def test_nothing_is_changed_because_of_what_was_read_before_a_gap(world: World) -> None:
+    """The watch stood still, or its journal was away: another process may have the place of the named one."""
+    one = plan(("rollout/1", 1))
+    begin(world, one)
+    world.clock.advance(STALE_SECONDS + 1)
+    result = world.perform(one)
+    assert result is not None and result.done and world.target.made == ["read", "read", "drain", "end"]
+
+
+def test_after_a_gap_the_newer_incarnation_is_found(world: World) -> None:
+    one = plan(("rollout/1", 1))
+    begin(world, one)
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("n")))
+    world.clock.advance(STALE_SECONDS + 1)
+    assert world.perform(one) == ActionResult(done=False, because="rollout/1#2 runs by now")
+    assert world.target.made == ["read"]
+
+
+def test_a_busy_journal_makes_a_gap_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = plan(("rollout/1", 1))
+    begin(world, one)
+    append = Journal.append
+
+    def busy(*args: object, **kwargs: object) -> object:
+        raise JournalError("busy")
+
+    monkeypatch.setattr(Journal, "append", busy)
+    met: list[str] = []
+
+    def tick() -> bool:
+        try:
+            world.actuator.perform(one, world.lease)
+        except JournalError as e:
+            met.append(str(e))
+        return len(met) > 1
+
+    eventually(tick, "the change cannot be written")
+    monkeypatch.setattr(Journal, "append", append)
+    world.clock.advance(STALE_SECONDS + 1)
+    result = world.perform(one)
+    assert result is not None and result.done and world.target.made == ["read", "read", "drain", "end"]
+
+
+def test_a_reply_that_is_due_survives_a_gap(world: World) -> None:
+    one = plan(("rollout/1", 1))
+    begin(world, one, "drain")
+    world.clock.advance(STALE_SECONDS + 1)
+    result = world.perform(one)
+    assert result is not None and result.done and world.target.made == ["read", "drain", "read", "end"]
+
+
+def test_a_gap_gives_no_more_time(world: World) -> None:
+    world.target.endless = True
+    one = plan(("rollout/1", 1))
+    begin(world, one)
+    world.clock.advance(STALE_SECONDS + 1)
+    world.perform(one, until=lambda: "wait" in world.target.made)
+    world.clock.advance(DEADLINE - STALE_SECONDS)
+    result = world.perform(one)
+    assert result is not None and result.because.startswith("not done within 60 s")
+
+
+def test_a_watch_that_leads_again_reads_again(world: World) -> None:
+    """Another watch has led in between, and may have performed the plan."""
+    one = plan(("rollout/1", 1))
+    begin(world, one)
+    for holder in ("another", "me"):
+        world.clock.advance(6.0)
+        world.lease = world.take(holder)
+    result = world.perform(one)
+    assert result is not None and result.done and world.target.made == ["read", "read", "drain", "end"]
+
+
+def test_a_replica_that_the_plan_does_not_name_is_not_taken_down_with_another(world: World) -> None:
+    """It came there after the plan was made, and perhaps approved."""
+    world.target.also = ("rollout/2",)
+    result = world.perform(plan(("rollout/1", 1)))
+    because = "it would end rollout/2, too, which the plan does not name"
+    assert result == ActionResult(done=False, because=because) and world.target.made == []
+    result = world.perform(plan(("rollout/1", 1), also_hit=("rollout/2 ends too",)))
+    assert result is not None and result.done
+
+
+def test_a_replica_of_another_job_is_not_taken_down_whatever_its_name(world: World) -> None:
+    foreign = Member(replica="rollout/2", rank=0, node="n", pid=30, start_ticks=6, foreign=True)
+    world.target.also = (foreign.label,)
+    result = world.perform(plan(("rollout/1", 1), also_hit=(f"{foreign.label} ends too",)))
+    assert result is not None and not result.done and world.target.made == []
+    assert "rollout/2 of another job" in result.because and result.because.endswith("or which is not of this job")
+
+
+def test_processes_of_another_job_are_others_also_under_the_same_name(world: World) -> None:
+    world.members.append((0, Member(replica="rollout/1", rank=0, node="n", pid=30, start_ticks=6, foreign=True)))
+    world.perform(plan(("rollout/1", 1)))
+    (order,) = world.target.orders
+    assert [m.pid for m in order.members] == [10, 11] and [m.pid for m in order.others] == [20, 30]
+
+
+def test_a_call_that_cannot_be_read_in_the_journal_may_have_been_made(world: World) -> None:
+    world.journal.append_unchecked(K.CALL_STARTED, {"x": 1}, incident_id="inc-1-x")
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and not result.done and "it is not repeated: drain it" in result.because
+    world.target.repeatable = True
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and result.done
+
+
+def test_a_damaged_call_of_another_incident_says_nothing(world: World) -> None:
+    world.journal.append_unchecked(K.CALL_STARTED, {"x": 1}, incident_id="inc-2-x")
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and result.done

@@ -241,6 +241,44 @@ def test_which_other_replicas_end_too() -> None:
     assert kuberay().also_hit(given) == ["reward/0", "rollout/2"]
 
 
+@pytest.mark.parametrize("target", [kubernetes(selector="app=rollout,replica={index}"), kuberay(selector="r={index}")])
+def test_what_is_known_to_be_in_the_pod_ends_whatever_the_selector_says_of_it(target: Kubernetes | KubeRay) -> None:
+    others = (member("reward/0", "n-1", pod_uid="mine"), member("rollout/2", "n-1", pod_uid="mine"))
+    given = order(member("rollout/1", "n-1", pod_uid="mine"), others=others)
+    assert target.also_hit(given) == ["reward/0", "rollout/2"]
+
+
+@pytest.mark.parametrize("target", [kubernetes(selector="app=rollout,replica={index}"), kuberay(selector="r={index}")])
+def test_a_selector_without_the_role_tells_nothing_of_other_roles(target: Kubernetes | KubeRay) -> None:
+    others = (member("reward/0", "n-1"), member("rollout/2", "n-1"), member("reward/3", "n-2"))
+    assert target.also_hit(order(member("rollout/1", "n-1"), others=others)) == ["reward/0"]
+
+
+def test_processes_of_another_job_in_the_pod_are_told_apart() -> None:
+    other = member("rollout/1", "n-1", pod_uid="mine")
+    foreign = type(other)(**{name: getattr(other, name) for name in other.__slots__} | {"foreign": True})
+    given = order(member("rollout/1", "n-1", pod_uid="mine"), others=(foreign,))
+    assert kubernetes(selector="app=rollout").also_hit(given) == ["rollout/1 of another job"]
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("pods", '{"items": [], "metadata": null}'),
+        ("pods", '{"items": [], "metadata": [1]}'),
+        ("node", '{"metadata": [], "spec": {}}'),
+        ("node", '{"metadata": {"name": "node-1", "resourceVersion": "1"}, "spec": "x"}'),
+        ("node", '{"metadata": {"name": "node-1"}}'),
+    ],
+)
+def test_an_answer_of_another_form_changes_nothing(fake: FakeKubernetes, key: str, text: str) -> None:
+    it = drive(
+        kubernetes(selector="app=rollout").replace(on_node(leave_node=True)),
+        lambda call: Reply(status=200, text=text) if call.key.startswith(key) else fake.reply(call),
+    )
+    assert it.error and not it.changing and not fake.ended
+
+
 # --- KubeRay ------------------------------------------------------------------------------------------------------
 
 

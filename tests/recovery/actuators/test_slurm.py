@@ -101,7 +101,12 @@ def test_a_step_is_ended_and_its_job_goes_on(fake: FakeSlurm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "hit"), [({}, ["rollout/2", "rollout/3"]), ({"unit": "step"}, ["rollout/3"]), ({"job": "{job}"}, [])]
+    ("config", "hit"),
+    [
+        ({}, ["rollout/2", "rollout/3", "rollout/5"]),
+        ({"unit": "step"}, ["rollout/3", "rollout/5"]),
+        ({"job": "{job}"}, []),
+    ],
 )
 def test_which_other_replicas_end_too(config: dict[str, object], hit: list[str]) -> None:
     others = (
@@ -262,3 +267,21 @@ def test_without_a_process_nothing_is_called() -> None:
 def test_mistakes_are_named(config: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_watched({"actuator": {"kind": "slurm", **config}}, "watch.yaml")
+
+
+def test_what_has_no_job_is_in_none_where_cgroups_tell_it() -> None:
+    """A trainer of torchrun in the same batch script has no number of a step in its environment."""
+    trainer = member("trainer/0", "n-1", job="host:29500")
+    mine = member("rollout/1", "n-1", job="12.4")
+    assert slurm().also_hit(order(mine, others=(trainer,))) == ["trainer/0"]
+    assert slurm().also_hit(order(member("rollout/1", "n-1", slurm_step="12.4"), others=(trainer,))) == []
+
+
+def test_a_job_that_may_hold_others_on_its_further_nodes_stays(fake: FakeSlurm) -> None:
+    """Job 13 runs on n-1 and n-2."""
+    trainer = member("trainer/0", "n-2", job="host:29500")
+    given = order(member("rollout/2", "n-1", job="13.0"), others=(trainer,))
+    it = drive(slurm().replace(given), fake.reply)
+    assert "Slurm job 13 may hold trainer/0, too, whose Slurm job is not known" in it.error and not it.changing
+    elsewhere = order(member("rollout/2", "n-1", job="13.0"), others=(member("trainer/0", "n-0", job="host:29500"),))
+    assert drive(slurm().replace(elsewhere), fake.reply).done

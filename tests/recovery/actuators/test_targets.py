@@ -110,9 +110,11 @@ def test_a_cell_is_suspended_and_resumed_once_it_is() -> None:
         ([ok("<html>")], "cell rollout-1: status 200: <html>"),
         ([ok("{}")], "without spec.suspend or status.phase"),
         ([cell(True, "Suspended")], "somebody else is at work on it"),
-        ([cell(False, "Running"), Reply(status=500, text="broken")], "suspend cell rollout-1: status 500: broken"),
-        ([cell(False, "Running"), ok(), Reply(status=503)], "cell rollout-1: status 503"),
-        ([cell(False, "Running"), ok(), cell(True, "Suspended"), Reply(status=500)], "resume cell rollout-1"),
+        ([cell(False, "Running"), Reply(status=409, text="busy")], "suspend cell rollout-1: status 409: busy"),
+        ([cell(False, "Running"), *[Reply(status=500, text="broken")] * 4], "cell rollout-1: status 500: broken; look"),
+        ([cell(False, "Running"), ok(), Reply(status=404)], "cell rollout-1: status 404; look whether"),
+        ([cell(False, "Running"), ok(), cell(True, "Suspended"), Reply(status=403)], "resume it by hand"),
+        ([cell(False, "Running"), ok(), cell(True, "Suspended"), *[Reply(status=500)] * 4], "resume it by hand"),
     ],
 )
 def test_whatever_is_not_as_expected_ends_it(replies: Sequence[Reply], why: str) -> None:
@@ -122,6 +124,33 @@ def test_whatever_is_not_as_expected_ends_it(replies: Sequence[Reply], why: str)
 def test_a_watch_that_takes_over_finds_the_cell_suspended_by_its_predecessor() -> None:
     suspended = cell(True, "Suspended")
     assert drive(MILES, order(begun=True), suspended, ok(), suspended, ok())[1].endswith("suspended and resumed")
+
+
+@pytest.mark.parametrize("reply", [Reply(status=503), Reply(status=-1, text="no whole answer"), Reply(status=0)])
+def test_a_control_server_that_cannot_answer_now_leaves_no_cell_suspended(reply: Reply) -> None:
+    calls, ends = drive(
+        MILES, order(), cell(False, "Running"), reply, ok(), reply, cell(True, "Suspended"), reply, ok()
+    )
+    assert ends == "cell rollout-1 was suspended and resumed"
+    assert [c.rpartition(" ")[2] for c in calls if c.startswith("PATCH")] == ["true}}"] * 2 + ["false}}"] * 2
+
+
+def test_a_watch_that_takes_over_after_the_last_call_finds_the_cell_resumed() -> None:
+    """Its predecessor died before it wrote how the action ended."""
+    running = cell(False, "Running")
+    assert drive(MILES, order(begun=True), running, ok(), running, ok())[1].endswith("suspended and resumed")
+
+
+def test_a_cell_that_takes_long_is_asked_less_often() -> None:
+    procedure, waits = MILES.replace(order()), list[float]()
+    next(procedure)
+    call = procedure.send(cell(False, "Running"))
+    reply = ok()
+    for _ in range(150):
+        call = procedure.send(reply)
+        waits.append(call.after_seconds)
+        reply = cell(True, "Running")
+    assert waits[0] == 1.0 and waits[-1] == 5.0 and sum(waits) > 300.0, "a deadline of 300 s needs less than 200 calls"
 
 
 def test_roles_without_a_cell_are_refused() -> None:
@@ -149,6 +178,15 @@ def test_a_group_that_has_left_the_quorum_is_ended_by_its_processes() -> None:
     calls, ends = drive(Torchft(config), order("trainer/3", num_members=1), PAGE, Reply(status=0))
     assert calls == [f"GET {URL}/status", "rolecall node end 40 --start-ticks 9"]
     assert ends == "ended 1 process of trainer/3#2"
+
+
+def test_a_group_that_leaves_the_quorum_after_the_look_is_ended_by_its_processes() -> None:
+    config = TorchftActuator(
+        kind="torchft", url=URL, groups={"trainer": "ddp_{index}"}, processes=ProcessesActuator(kind="processes")
+    )
+    gone = Reply(status=500, text="Something went wrong: failed to find replica")
+    calls, ends = drive(Torchft(config), order("trainer/1", num_members=1), PAGE, gone, Reply(status=0))
+    assert calls[-1] == "rolecall node end 40 --start-ticks 9" and ends == "ended 1 process of trainer/1#2"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Wrong numbers of a reward worker, then of an engine, in one real run of PPO: second opinions name each, and it leaves
-its node."""
+"""Wrong numbers of a reward worker, none at all of one, then wrong ones of an engine, in one real run of PPO: second
+opinions name each, and it leaves its node."""
 
 from pathlib import Path
 
@@ -13,14 +13,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
 SEED = 47
 """Its faults come 3 to 4 s after the fleet is whole; others wait for up to 10."""
-FAULTS = ("reward-wrong", "rollout-wrong")
+FAULTS = ("reward-wrong", "reward-nan", "rollout-wrong")
 REASON = {
     "reward-wrong": "computed other numbers in prompt group",
+    "reward-nan": "rewards nan, ",
     "rollout-wrong": "alone disagrees with the trainers",
 }
 
 
-def test_a_wrong_worker_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_path: Path) -> None:
+def test_wrong_workers_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_path: Path) -> None:
     settings = ["runtime.reward_check_share=0.2"]  # the wrong worker is compared within seconds
     args = ["--algorithm", AlgorithmName.PPO, "--task", "long_addition", "--seed", str(SEED), "--steps", "30"]
     args += ["--faults", ",".join(FAULTS)]

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.errors import (
     ActuatorError,
     ConcurrentWrite,
@@ -435,9 +435,8 @@ class Watch:
             channel=self._notifier.channel,
         ):
             self._append(incident, event)
-        for target in move.plan.targets:
-            # Before it dies: from now on its end is intended, not a second fault.
-            self._detector.forget(target.replica, target.incarnation + 1)
+        if not self._actuator.schedules:
+            self._forget(move.plan)  # before it dies
         lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
         try:
             result = self._actuator.perform(move.plan, self._lease, lost)
@@ -452,6 +451,9 @@ class Watch:
                 raise
             logger.exception("%s: the actuator failed again", incident.incident_id)
             result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
+        if self._actuator.schedules and self._has_begun(incident):
+            # Before the next look at its processes. What was refused before any call still runs, and may fail again.
+            self._forget(move.plan)
         if result is None:
             return False
         if result.done:
@@ -461,6 +463,11 @@ class Watch:
         else:
             self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))
         return True
+
+    def _forget(self, plan: Plan) -> None:
+        """From now on the end of its targets is intended, no second fault."""
+        for target in plan.targets:
+            self._detector.forget(target.replica, target.incarnation + 1)
 
     def _resume_lenders(self) -> None:
         """Starts replicas again that had lent their nodes, once nodes are free. A plan that lends a node lends it until

@@ -621,3 +621,28 @@ def test_a_pause_leaves_no_action_half_done_and_begins_none(world: World, calls:
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED
+
+
+class Scheduled(TwoTicks):
+    """Of a job that rolecall did not start: refuses in the second tick."""
+
+    schedules = True
+
+    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
+        if self.num_performed:
+            return ActionResult(done=False, because="status 403")
+        return super().perform(plan, lease, lost_nodes)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_replica_whose_action_was_refused_before_any_call_is_still_watched(world: World, calls: bool) -> None:
+    actuator = Scheduled(world.journal, calls=calls)
+    watch = Watch(
+        *(world.journal, FakeSource(world.clock), world.detector, actuator, world.config, world.notifier, world.clock),
+        "host:1:1",
+    )
+    world.run(2, watch)
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.ESCALATED and "status 403" in world.only().because
+    assert (("rollout/1", 2) in world.detector.forgotten) is calls

@@ -125,7 +125,7 @@ class Job:
 @pytest.fixture
 def job() -> Job:
     made = Job()
-    assert made.run(30.0) == []
+    assert made.run(14.0) == []
     return made
 
 
@@ -160,7 +160,7 @@ def test_a_pause_that_was_seen_before_is_not_suspected(job: Job) -> None:
         job.run(4.0)
         for rank in job.ranks:
             rank.fixed, rank.cpu = {}, 0.9
-        job.run(8.0)
+        job.run(3.0)
     job.stand({n: {"phase": "wait"} for n in range(4)})
     assert job.run(6.0) == [] and job.detector.suspicions == ()
 

@@ -10,7 +10,7 @@ from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.rundir import registration_secret
 
 RANK_MAX = 1 << 20
-NUM_DETAILS_MAX, DETAIL_CHARACTERS_MAX = 8, 200
+NUM_DETAILS_MAX, DETAIL_CHARACTERS_MAX = 16, 200
 INCARNATION_MAX = 1 << 40
 
 

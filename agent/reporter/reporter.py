@@ -236,8 +236,9 @@ def _tick(page: _Page) -> None:
     while True:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
-        if page.count_collectives is not None:
-            page.q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
+        count = page.count_collectives  # another thread may take it away
+        if count is not None:
+            page.q[at.W_COLLECTIVES_ISSUED] = count()
         if page.flight is not None:
             page.flight.poll()
         beats += 1
@@ -603,6 +604,7 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
 @atexit.register
 def _flush() -> None:
     """At interpreter exit, when daemon threads still run."""
+    _page.count_collectives = None  # no thread may be inside of torch when the interpreter ends it
     if _uncounted and not _uncaught:
         with _page as page:
             if not page.q[at.W_FINISHED]:

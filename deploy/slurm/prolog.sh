@@ -34,6 +34,6 @@ chown "$uid:$gid" "$dir" || { say "$dir cannot be given to user $uid"; exit 0; }
 # shellcheck disable=SC2016,SC2086 # the inner shell expands $1 to $3; the options are several words
 setsid setpriv --reuid "$uid" --regid "$gid" --init-groups -- /bin/sh -c '
     umask 077
-    cd "$1" && dir=$1 program=$2 node=$3 && shift 3 &&
+    cd "$1" && dir=$1 program=$2 node=$3 && shift 3 && echo $$ >>pids &&
         exec "$program" agent --node "$node" --data-dir "$dir" "$@" >>agent.log 2>&1
 ' sh "$dir" "$program" "$node" ${ROLECALL_AGENT_OPTIONS:-} </dev/null >/dev/null 2>&1 &

@@ -25,6 +25,7 @@ from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
+from rolecall.detector.live.stages.engine import EngineStage
 from rolecall.detector.live.stages.full_disk import FullDiskStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
@@ -47,6 +48,7 @@ STAGES: Stages = (
     SkippedCollectiveStage,
     CrashStage,
     UninstrumentedStage,
+    EngineStage,
     StallStage,
     CollectiveStage,
     DependentStallStage,

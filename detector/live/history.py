@@ -31,6 +31,7 @@ from rolecall.detector.live.monitored_process import (
 )
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
+from rolecall.detector.live.stages.engine import EngineProgress
 from rolecall.detector.live.stages.full_disk import FullDisk
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
 from rolecall.detector.live.stages.node_faults import NodeFault
@@ -40,7 +41,16 @@ from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
 PLAIN: dict[str, type] = {
     c.__name__: c
     for c in (
-        *(CollapseWatch, FullDisk, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, NotFinite),
+        *(
+            CollapseWatch,
+            EngineProgress,
+            FullDisk,
+            LoadBaseline,
+            MonitoredProcess,
+            MonitoredProcesses,
+            NodeFault,
+            NotFinite,
+        ),
         *(PanelFault, ProcessId, ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState),
         StalledCommunicator,
     )

@@ -154,12 +154,23 @@ def test_the_epilog_ends_no_process_that_is_not_the_agent(node: Node) -> None:
     node.dir.mkdir(parents=True)
     other = subprocess.Popen(["sleep", "60"])
     try:
-        (node.dir / "agent.json").write_text(json.dumps({"pid": other.pid}))
+        (node.dir / "pids").write_text(f"{other.pid}\n-1\n1 {other.pid}\n$(touch {node.folder}/x)\n")
         node.run("epilog.sh")
-        assert other.poll() is None and not node.dir.exists()
+        assert other.poll() is None and not node.dir.exists() and not (node.folder / "x").exists()
     finally:
         other.kill()
         other.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("trapped", ["", "trap '' TERM\n"], ids=["ends", "reads no SIGTERM"])
+def test_the_epilog_ends_an_agent_that_has_only_started(node: Node, trapped: str) -> None:
+    node.program("rolecall", f'#!/bin/sh\n{trapped}echo $$ > "$CALLS/pid"\nwhile :; do sleep 0.1; done\n')
+    node.run("prolog.sh")
+    eventually(lambda: node.called("pid"), "it runs")
+    pid = int(node.called("pid"))
+    node.run("epilog.sh")
+    assert not node.dir.exists()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), "it has ended")
 
 
 def test_the_epilog_follows_no_link_of_the_user(node: Node) -> None:

@@ -2,7 +2,7 @@
 
 The newest poll of the engines' pages says how many requests each runs and how many tokens it has generated. With
 running requests, an engine makes progress only by tokens: one whose server answers while its engine hangs is seen to
-stand still. Values are as old as the poll (5 s by default), and the detector learns its deadline from the gaps it sees.
+stand still (`detector.live.stages.engine`). Values are as old as the poll, 5 s by default.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.agent.collectors.base import CollectorReading
-from rolecall.core.telemetry import Phase
 
 STALE_SECONDS = 30.0
 """Older values say nothing: the server does not answer, or no poll is made."""
@@ -26,13 +25,9 @@ Place = tuple[str, int]
 
 @dataclass(slots=True)
 class _Engine:
-    read_at: float = 0.0
-    tokens: int = 0
-    progress_at: float = 0.0
-    requests: int = 0
-    phase: str = Phase.IDLE
-    phase_since: float = 0.0
-    phase_entries: int = 1
+    read_at: float
+    tokens: int
+    requests: int
 
 
 class EngineActivity:
@@ -45,8 +40,8 @@ class EngineActivity:
         self._engines: dict[Place, _Engine] = {}
 
     def fields(self, replica: str, rank: int, now: float) -> dict[str, Any]:
-        """Of a `telemetry.ProcessSample`; empty: this process is no engine whose metrics are read, or they are
-        stale."""
+        """Of a `telemetry.ProcessSample`; empty: this process is no engine whose metrics are read, or they are stale.
+        A sleeping engine runs no requests."""
         at, reading = self._newest()
         if reading is not self._reading:
             self._reading = reading
@@ -54,15 +49,7 @@ class EngineActivity:
         engine = self._engines.get((replica, rank))
         if engine is None or now - engine.read_at > STALE_SECONDS:
             return {}
-        return {
-            "phase": engine.phase,
-            "phase_since": engine.phase_since,
-            "phase_entries": engine.phase_entries,
-            "progress": engine.tokens,
-            "progress_at": engine.progress_at,
-            "tokens": engine.tokens,
-            "requests_active": engine.requests,
-        }
+        return {"tokens": engine.tokens, "requests_active": engine.requests}
 
     def _take(self, at: float, reading: CollectorReading) -> None:
         seen: dict[Place, dict[str, float]] = {}
@@ -71,16 +58,6 @@ class EngineActivity:
                 _, _, replica, rank = value.labels
                 seen.setdefault((replica, int(rank)), {})[value.metric.name] = value.value
         for place, found in seen.items():
-            if TOKENS not in found or RUNNING not in found:
-                continue
-            engine = self._engines.setdefault(place, _Engine(phase_since=at, progress_at=at))
-            tokens, requests = int(found[TOKENS]), int(found[RUNNING])
-            if tokens != engine.tokens:
-                engine.tokens, engine.progress_at = tokens, at
-            phase = Phase.GENERATE if requests else Phase.IDLE
-            if found.get(AWAKE, 1.0) == 0.0:
-                phase = Phase.SLEEP
-            if phase != engine.phase:
-                engine.phase, engine.phase_since = phase, at
-                engine.phase_entries += 1
-            engine.requests, engine.read_at = requests, at
+            if TOKENS in found and RUNNING in found:
+                requests = int(found[RUNNING]) if found.get(AWAKE, 1.0) else 0
+                self._engines[place] = _Engine(at, int(found[TOKENS]), requests)

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
-from rolecall.core.text import counted
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.monitored_process import STOPPED_STATES, MonitoredProcess, ProgressClocks, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
@@ -142,9 +141,6 @@ def _waiting_for_unknown(
 
 def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
     """Description of the kind of hang, by heartbeat and CPU use."""
-    sample = subject.sample
-    if sample is not None and subject.phase == Phase.GENERATE and not (subject.beats_seen or sample.beats):
-        return f"by its metrics it runs {counted(sample.requests_active, 'request')} and generates no token"
     used = f"{100 * clocks.cpu / clocks.wall if clocks.wall else 0.0:.0f} % CPU"
     busy = clocks.cpu >= BUSY_CPUS * clocks.effective
     if beats_stopped and busy:

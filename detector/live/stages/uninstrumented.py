@@ -7,6 +7,8 @@ Progress and announced exits are unknown, so a silent process is not diagnosed a
             later errors and aborts are consequences: in the same replica for as long as a collective can wait, in
             other replicas while the job is being taken down or once the default collective timeout has passed.
             Restarted processes are excluded. A whole job that ends at once in the same way was stopped on purpose.
+  ended     an engine or another service with exit code 0, while the trainers of its job go on: it looks like success
+            (verl-omni's issue 433), and is lost to them
   stopped   in state T (or t: traced) without interruption
   stuck     in an uninterruptible wait (state D) without any CPU use: disk, network file system, driver
   starved   runnable, but kept from the CPU by other processes for most of the time, unlike most ranks of its role
@@ -21,7 +23,7 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
-from rolecall.detector.live.processes import MonitoredProcesses, finding
+from rolecall.detector.live.processes import MonitoredProcesses, finding, names
 from rolecall.detector.live.stages.crash import exit_values, log_file
 from rolecall.detector.live.stages.stage import Stage, Tick
 
@@ -49,6 +51,10 @@ STARVED_APART = 0.25
 """A starved rank is named if its share of time without CPU exceeds the role's median by this: where all ranks wait for
 CPUs as long, the machine is full and no rank is at fault."""
 SIGABRT = "6"
+SERVICES = frozenset({"rollout", "reward", "reference", "critic"})
+"""Roles that work until their job ends."""
+ENDED_SECONDS = 60.0
+"""A job whose services have ended ends itself within this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,7 @@ class UninstrumentedStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         found, processes = _exits(tick.fleet, tick.now), tick.fleet.unpaged()
+        found += _ended(tick.fleet, tick.now)
         # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another.
         losing = {s.replica for s in processes if s.gone and not s.finished}
         usual: dict[str, float] = {}  # share of time without CPU, by role
@@ -126,6 +133,41 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
             continue
         if now - exited.subject.exit_wall >= (GATHER_SECONDS if exited.known else UNKNOWN_GATHER_SECONDS):
             found.append(_crash(exited, gone, living, now))
+    return found
+
+
+def _ended(fleet: MonitoredProcesses, now: float) -> list[Finding]:
+    """Services that ended as if their job were over."""
+    found = []
+    for subject in fleet.unpaged():
+        if not (subject.gone and subject.finished and subject.role in SERVICES) or _exit(subject).code != "0":
+            continue
+        if now - subject.exit_wall < ENDED_SECONDS or fleet.began_wall > subject.exit_wall:
+            continue
+        trainers = [
+            s for s in fleet.roster.of_role("trainer").values() if not s.gone and s.first_wall < subject.exit_wall
+        ]
+        if not trainers:
+            continue
+        because = (
+            f"{subject.name()} ended by itself with exit code 0, and {names(trainers)} of its job went on for "
+            f"{now - subject.exit_wall:.0f} s: it is lost to them, unless it was removed on purpose"
+        )
+        evidence = Evidence(
+            kind=EXIT, text=f"process {subject.process} exited with code 0", values=exit_values("", oom=False)
+        )
+        found.append(
+            finding(
+                "ended",
+                [subject],
+                FaultClass.CRASH,
+                onset=subject.exit_wall,
+                now=now,
+                confidence=0.5,
+                because=because,
+                evidence=(evidence,),
+            )
+        )
     return found
 
 

@@ -11,9 +11,10 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import NO_PAGE, Phase, ProcessSample, SampleBatch
+from rolecall.core.telemetry import NO_PAGE, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.stages.engine import EngineProgress
 from tests.agent.page_server import PageServer, http_page
 
 NODE = NodeId("node-1")
@@ -34,19 +35,15 @@ def activity(polls: Iterable[tuple[float, CollectorReading]]) -> EngineActivity:
     return EngineActivity(lambda: next(newest))
 
 
-def test_tokens_are_progress_and_running_requests_the_phase() -> None:
-    engine = activity([(10.0, reading(4, 100)), (15.0, reading(4, 150)), (20.0, reading(0, 150))])
-    first = engine.fields("rollout/3", 0, 11.0)
-    assert (first["phase"], first["progress"], first["requests_active"]) == (Phase.GENERATE, 100, 4)
-    second = engine.fields("rollout/3", 0, 16.0)
-    assert (second["progress"], second["progress_at"], second["phase_since"]) == (150, 15.0, 10.0)
-    third = engine.fields("rollout/3", 0, 21.0)
-    assert (third["phase"], third["progress_at"], third["phase_since"]) == (Phase.IDLE, 15.0, 20.0)
+def test_tokens_and_running_requests_are_those_of_the_newest_poll() -> None:
+    engine = activity([(10.0, reading(4, 100)), (15.0, reading(0, 150))])
+    assert engine.fields("rollout/3", 0, 11.0) == {"tokens": 100, "requests_active": 4}
+    assert engine.fields("rollout/3", 0, 16.0) == {"tokens": 150, "requests_active": 0}
 
 
-def test_a_sleeping_engine_owes_no_progress() -> None:
+def test_a_sleeping_engine_runs_nothing() -> None:
     asleep = 'vllm:engine_sleep_state{engine="0",sleep_state="awake"} 0.0\n'
-    assert activity([(10.0, reading(4, 100, asleep))]).fields("rollout/3", 0, 11.0)["phase"] == Phase.SLEEP
+    assert activity([(10.0, reading(4, 100, asleep))]).fields("rollout/3", 0, 11.0)["requests_active"] == 0
 
 
 @pytest.mark.parametrize(("replica", "now"), [("rollout/4", 11.0), ("rollout/3", 11.0 + STALE_SECONDS)])
@@ -75,7 +72,8 @@ def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:
             wall_at=1e9 + now,
             alive=True,
             page_ok=False,
-            **({"phase": NO_PAGE} | engine.fields("rollout/3", 0, now)),
+            phase=NO_PAGE,
+            **engine.fields("rollout/3", 0, now),
         )
         batch = SampleBatch(
             node=NODE, agent_pid=1, cursor=0, lost=0, at=now, wall_at=1e9 + now, processes=(sample,), hosts=()
@@ -89,8 +87,18 @@ def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:
 def test_an_engine_whose_server_answers_while_it_generates_nothing_is_hung() -> None:
     (found,) = diagnoses(running=4, hangs_at=90.0, until=150.0)
     assert found.fault_class is FaultClass.HANG and found.suspects[0].replica == "rollout/3"
-    assert "runs 4 requests and generates no token" in found.because
+    assert "runs 4 requests and has generated no token" in found.because
 
 
 def test_an_engine_without_requests_is_idle() -> None:
     assert diagnoses(running=0, hangs_at=60.0, until=120.0) == []
+
+
+def test_a_pause_that_an_engine_has_survived_is_waited_for_three_times_as_long() -> None:
+    progress = EngineProgress(tokens=0, moved_at=0.0)
+    for at, tokens in ((5.0, 100), (10.0, 200), (50.0, 300)):
+        progress.advance(at, tokens, 4)
+    assert progress.longest == 40.0 and progress.deadline_seconds == 120.0
+    progress.advance(60.0, 300, 0)
+    progress.advance(160.0, 300, 4)
+    assert progress.stalled_seconds(170.0) == 10.0, "it had no requests in between"

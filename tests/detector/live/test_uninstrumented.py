@@ -11,6 +11,7 @@ from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKi
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import VANISHED_SECONDS, LiveDetector
 from rolecall.detector.live.stages.uninstrumented import (
+    ENDED_SECONDS,
     GATHER_SECONDS,
     STARVED_SECONDS,
     STOPPED_SECONDS,
@@ -393,3 +394,25 @@ def test_what_ended_unseen_has_vanished_and_what_no_agent_shows_is_unknown(job: 
     job.detector.observe(Observation(wall_at=WALL + job.at, batches=(), events=(), unreachable=silent))
     assert not _has_ended(job, "trainer/0", "node-2") and not _has_ended(job, "nobody/0", "node-2")
     assert _has_ended(job, "nobody/0", "node-1"), "its agent answers and shows no such process"
+
+
+GONE_WELL = {"code": "0", "cause": "finished"}
+
+
+def test_an_engine_that_ends_as_if_all_were_well_while_training_goes_on_is_told(job: Job) -> None:
+    job.ends("rollout/0:0", GONE_WELL)
+    assert not job.run(ENDED_SECONDS - 2)
+    (because,) = job.run(5).values()
+    assert "rollout/0 rank 0" in because and "ended by itself with exit code 0" in because
+    assert "trainer/0 ranks 0-3" in because
+
+
+@pytest.mark.parametrize("name", ["trainer/0:1", "rollout/1:0"])
+def test_what_ends_well_with_its_job_is_not(job: Job, name: str) -> None:
+    """A trainer that ends first, or engines shortly before their trainers."""
+    job.ends(name, GONE_WELL)
+    job.run(20)
+    for other in job.who:
+        if other != name:
+            job.ends(other, GONE_WELL)
+    assert not job.run(2 * ENDED_SECONDS)

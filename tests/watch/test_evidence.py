@@ -167,10 +167,13 @@ def test_a_suspicion_is_decided_by_stacks_that_are_not_kept(
     pull.close()
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("function", "accused"), [("wait_for_data", True), ("save_checkpoint", False)])
-def test_a_rank_that_writes_a_checkpoint_is_not_accused(tmp_path: Path, function: str, accused: bool) -> None:
+def test_a_rank_that_writes_a_checkpoint_is_not_accused(
+    tmp_path: Path, function: str, accused: bool, num_ranks: int
+) -> None:
     files = []
-    for rank_, name in enumerate(("all_reduce", function, "all_reduce", "all_reduce")):
+    for rank_, name in enumerate(["all_reduce", function, "all_reduce", "all_reduce"][:num_ranks]):
         path = tmp_path / f"trainer-0_rank{rank_}.json"
         file = "torch/distributed/distributed_c10d.py" if name == "all_reduce" else "train.py"
         frames = [{"name": name, "filename": file}, {"name": "train", "filename": "train.py"}]
@@ -183,7 +186,8 @@ def test_a_rank_that_writes_a_checkpoint_is_not_accused(tmp_path: Path, function
         files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=True))
     analysis = analyse_evidence(files)
     assert [s.rank for f in analysis.findings for s in f.suspects] == [1]
-    assert bool(analysis.of_a_suspicion()) is accused
+    found = analysis.of_a_suspicion()
+    assert [f.fault_class for f in found] == [FaultClass.HANG] * accused
 
 
 def recording(child: Child, content: dict[str, Any]) -> None:

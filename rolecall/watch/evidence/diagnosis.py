@@ -24,6 +24,7 @@ from rolecall.detector.base.read_budget import Budget, read_each
 from rolecall.watch.evidence.requests import process_name
 
 NUM_FRAMES_SHOWN = 6
+OF_TWO_CONFIDENCE = 0.7
 AT_REST = frozenset({StackActivity.LOCK, StackActivity.STILL, StackActivity.STOPPED})
 
 
@@ -50,8 +51,14 @@ class EvidenceAnalysis:
     at_rest: set[Suspect] = field(default_factory=set)
 
     def of_a_suspicion(self) -> list[Finding]:
-        """Only findings about processes at rest: one that writes a checkpoint also holds the others up."""
-        return [f for f in self.findings if f.fault_class.spec.settles_ties and self.at_rest.issuperset(f.suspects)]
+        """Only findings about processes at rest: one that writes a checkpoint also holds the others up. Of two ranks,
+        stacks alone cannot tell whether the one that waits does so for the other; here nothing moves."""
+        resting = [f for f in self.findings if f.suspects and self.at_rest.issuperset(f.suspects)]
+        return [f for f in resting if f.fault_class.spec.settles_ties] + [
+            replace(f, fault_class=FaultClass.HANG, confidence=OF_TWO_CONFIDENCE)
+            for f in resting
+            if f.fault_class is FaultClass.CANNOT_TELL and len(f.suspects) == 1 and f.detector == stacks.DETECTOR
+        ]
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:

@@ -53,6 +53,24 @@ _FROM_PAGE = (
     _process("process_beats_total", "beats", "Ticks of a Python side thread: grows while bytecode can run"),
     _process("collectives_entered_total", "collectives_entered", "Collectives that the process has entered"),
     _process("collectives_done_total", "collectives_done", "Collectives that the process has left again"),
+    _process(
+        "process_collectives_issued",
+        "collectives_issued",
+        "Collectives of the job's default process group, by torch's count; -1: unknown",
+        detect=False,
+    ),
+    _process(
+        "process_collectives_at_step",
+        "collectives_at_step",
+        "The same at the end of the last step; -1: unknown",
+        detect=False,
+    ),
+    _process(
+        "process_collectives_at_begin",
+        "collectives_at_begin",
+        "The same at the beginning of the step that is in progress; -1: none is",
+        detect=False,
+    ),
     _process("exchanges_total", "exchanges", "Waits for the other ranks of the replica that the process has begun"),
     _process("process_busy_seconds_total", "busy_seconds", "Wall time spent inside units of work, exchanges excluded"),
     _process(

@@ -569,6 +569,8 @@ def exception(exc: BaseException) -> None:
             q = page.q
             number, in_step = q[at.W_EXCEPTIONS] + 1, q[at.W_STEP]
             q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
+            if page.count_collectives is not None:
+                q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
             page.d[at.W_EXCEPTION_AT] = monotonic()
             at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
         if _client is not None:

@@ -1,8 +1,9 @@
 """A rank has left a collective out: the others wait in one that it never entered, or fail in it.
 
-torch counts the collectives of the default process group, and all of its ranks enter the same ones. A rank that begins
-its next step with fewer since the last one than another rank has entered, without beginning, has gone on alone. From
-then on its collectives meet others of its peers: they hang, or one of them is aborted for a size that does not fit.
+torch counts the collectives of the default process group, and all of its ranks enter the same ones. A rank has gone on
+alone if it begins its next step with fewer since the last one than another rank has entered, without beginning, and has
+entered one in that step. From then on its collectives meet others of its peers: they hang, or one of them is aborted
+for a size that does not fit. Before it has entered one, it may only do in its step what the others do between two.
 
 The numbers are those of torch's hooks (`rolecall exec`): in the samples while processes live, in their exits after it.
 A fault of the code or its input, not of a machine.
@@ -29,12 +30,14 @@ COLLECTIVES = "collectives"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is: steps finished, and collectives entered since the last one; exact once the next has begun."""
+    """Where a rank is: steps finished, and collectives entered since the last one; exact once the next has begun.
+    `entered`: one since then."""
 
     subject: MonitoredProcess
     steps: int
     between: int
     begun: bool
+    entered: bool
 
 
 class SkippedCollectiveStage(Stage):
@@ -59,7 +62,7 @@ class SkippedCollectiveStage(Stage):
             return None
         (alone,) = ahead
         others = [p for p in places if p is not alone]
-        if any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
+        if not alone.entered or any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
             return None
         least = min(p.between for p in others)
         subject = alone.subject
@@ -103,7 +106,8 @@ def _place_of(subject: MonitoredProcess) -> Place | None:
     if issued < 0 or at_step < 0:
         return None
     begun = at_begin >= 0
-    return Place(subject, steps, (at_begin if begun else max(issued, at_step)) - at_step, begun)
+    between = (at_begin if begun else max(issued, at_step)) - at_step
+    return Place(subject, steps, between, begun, begun and issued > at_begin)
 
 
 def _ordinal(n: int) -> str:

@@ -197,6 +197,13 @@ def test_an_abort_that_no_skipped_collective_explains_is_a_crash(job: Job) -> No
     assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
 
 
+def test_a_rank_that_does_in_its_step_what_others_do_between_two_is_not_said_to_have_left_one_out(job: Job) -> None:
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step, "collectives_at_begin": 3 * step}
+    job.stand({2: {"phase": "step", **begun}, **{n: {"phase": "wait"} for n in (0, 1, 3)}})
+    assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
+
+
 def test_a_rank_that_is_ahead_in_entering_is_not_said_to_have_left_one_out(job: Job) -> None:
     step = int(job.now)
     begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step + 1}

@@ -32,6 +32,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.skipped import ABORT_SIGNALS
 from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
 
@@ -258,7 +259,7 @@ def _aborted_just_now(subject: MonitoredProcess, now: float) -> bool:
     """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, so recently that
     the state of that peer may not be known."""
     signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
-    is_abort = subject.incarnation == UNCOUNTED and signal in ("6", "SIGABRT")
+    is_abort = subject.incarnation == UNCOUNTED and signal in ABORT_SIGNALS
     return is_abort and now - subject.exit_wall < ABORT_SECONDS
 
 

@@ -24,6 +24,7 @@ DETECTOR = "skipped_collective"
 RANKS_MIN = 3
 """Of two ranks, either may be the one that is wrong."""
 STANDING_SECONDS = 1.0
+ABORT_SIGNALS = ("6", "SIGABRT")
 COLLECTIVES = "collectives"
 """Detail of an exit: issued, at the end of the last step, at the beginning of the next; -1: not begun."""
 
@@ -62,7 +63,9 @@ class SkippedCollectiveStage(Stage):
             return None
         (alone,) = ahead
         others = [p for p in places if p is not alone]
-        if not alone.entered or any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
+        # Its last number may be from before it entered the one at which another rank was aborted.
+        entered = alone.entered or any(_is_aborted(p.subject) for p in others)
+        if not entered or any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
             return None
         least = min(p.between for p in others)
         subject = alone.subject
@@ -108,6 +111,11 @@ def _place_of(subject: MonitoredProcess) -> Place | None:
     begun = at_begin >= 0
     between = (at_begin if begun else max(issued, at_step)) - at_step
     return Place(subject, steps, between, begun, begun and issued > at_begin)
+
+
+def _is_aborted(subject: MonitoredProcess) -> bool:
+    event = subject.exit_event
+    return event is not None and event.detail.get("signal", "") in ABORT_SIGNALS
 
 
 def _ordinal(n: int) -> str:

@@ -12,13 +12,21 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 
 
+class WatchedDetectorConfig(DetectorConfig):
+    """As in a job file, with another default."""
+
+    poll_seconds: Seconds = 0.5
+    """Interval of requests for samples, which delays findings from samples by half of it; longer over hundreds of
+    agents. Events are not delayed."""
+
+
 class WatchedConfig(Section):
     """Without a file: mode observe, and nothing acts."""
 
     recovery: RecoveryConfig = RecoveryConfig()
     """As in a job file. Mode observe, the default, tells what it would do."""
-    detector: DetectorConfig = DetectorConfig()
-    """As in a job file."""
+    detector: WatchedDetectorConfig = WatchedDetectorConfig()
+    """As in a job file, but for `poll_seconds`, 0.5 by default."""
     actuator: ActuatorConfig | None = None
     """What replaces a replica. null: nothing acts; on-call is told what to do."""
     roles: tuple[str, ...] = ()

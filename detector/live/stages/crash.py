@@ -291,7 +291,9 @@ def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: Receiv
     if peer.gone or peer.finished or peer.sample is None or peer.phase == Phase.START:
         return False
     last = last_exception(fleet, peer)
-    if last is not None and last.received_wall >= raised.received_wall and blames_code(last):
+    has_failed = last is not None and last.received_wall >= raised.received_wall
+    # A rank of the runtime goes on after an exception that tells of a lost peer; any other one ends with it.
+    if has_failed and last is not None and (blames_code(last) or peer.incarnation == UNCOUNTED):
         return False
     step = step_of(raised)
     if step >= 0:

@@ -37,6 +37,7 @@ class Job:
         self.ranks = [Rank(n) for n in range(num_ranks)]
         self.detector = LiveDetector(DetectorConfig(), {})
         self.now, self.standing = 0.0, list[Diagnosis]()
+        self.events: list[AgentEvent] = []
         self._cpu, self._beats = [0.0] * num_ranks, [0] * num_ranks
 
     def _process(self, rank: Rank) -> ProcessId:
@@ -80,7 +81,8 @@ class Job:
         for _ in range(round(seconds / SECONDS)):
             self.now += SECONDS
             living = tuple(self._sample(r) for r in self.ranks if r.exited is None)
-            events = tuple(r.exited for r in self.ranks if r.exited and r.exited.at > self.now - SECONDS)
+            exits = (r.exited for r in self.ranks if r.exited and r.exited.at > self.now - SECONDS)
+            events, self.events = (*self.events, *exits), []
             batch = SampleBatch(
                 node=NODE,
                 agent_pid=1,
@@ -106,10 +108,17 @@ class Job:
             rank.fixed, rank.cpu = {**at, **fields}, 0.01
 
     def exit(self, number: int, detail: Mapping[str, str]) -> None:
+        self.ranks[number].exited = self._event(AgentEventKind.EXITED, number, detail)
+
+    def raises(self, number: int, message: str, fingerprint: str) -> None:
+        detail = {"type": "RuntimeError", "message": message, "fingerprint": fingerprint, "step": str(int(self.now))}
+        self.events.append(self._event(AgentEventKind.EXCEPTION, number, detail))
+
+    def _event(self, kind: AgentEventKind, number: int, detail: Mapping[str, str]) -> AgentEvent:
         rank = self.ranks[number]
-        rank.exited = AgentEvent(
+        return AgentEvent(
             seq=number + 1,
-            kind=AgentEventKind.EXITED,
+            kind=kind,
             node=NODE,
             at=self.now + SECONDS / 2,
             wall_at=WALL + self.now + SECONDS / 2,
@@ -217,3 +226,14 @@ def test_a_kernel_that_kills_for_memory_is_told_by_the_exit(job: Job) -> None:
     job.exit(3, {"signal": "9", "cause": "oom"})
     (found,) = job.run(1.0)
     assert found.fault_class is FaultClass.CRASH and "OOM killer" in found.because
+
+
+def test_an_exception_is_told_once_its_peers_have_failed_for_it(job: Job) -> None:
+    job.stand({n: {"phase": "step"} for n in range(4)})
+    job.raises(3, "device-side assert triggered on this rank alone", "aaaa")
+    assert job.run(0.8) == []
+    job.exit(3, {"code": "1"})
+    for n in range(3):
+        job.raises(n, "Connection closed by peer [127.0.0.1]:4711", "bbbb")
+    (found,) = job.run(2.2)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [3]

@@ -63,11 +63,14 @@ class SkippedCollectiveStage(Stage):
             return None
         (alone,) = ahead
         others = [p for p in places if p is not alone]
-        # Its last number may be from before it entered the one at which another rank was aborted.
-        entered = alone.entered or any(_is_aborted(p.subject) for p in others)
-        if not entered or any(p.steps != alone.steps or p.begun or p.between <= alone.between for p in others):
+        # Of a rank that was aborted, and of the one whose collective aborted it, the number may be from before both.
+        known = [p for p in others if not _is_aborted(p.subject)]
+        entered = alone.entered or len(known) < len(others)
+        if not entered or not known or any(p.steps != alone.steps or p.begun for p in others):
             return None
-        least = min(p.between for p in others)
+        least = min(p.between for p in known)
+        if least <= alone.between:
+            return None
         subject = alone.subject
         because = (
             f"{subject.name()} has left out a collective: it began step {alone.steps + 1} after "

@@ -192,10 +192,9 @@ def test_the_abort_of_another_rank_is_not_what_is_told(job: Job) -> None:
     step = int(job.now)
     skipping(job)
     job.run(SECONDS)
-    numbers = f"{step} {3 * step + 1} {3 * step}"
-    for rank in job.ranks:  # the number of rank 2 is from before it entered the collective
-        rank.fixed["collectives_issued"] = 3 * step if rank.number == 2 else 3 * step + 1
-    job.exit(1, {"signal": "6", "cause": "crashed", "collectives": f"{numbers} -1"})
+    for rank in job.ranks:  # those of ranks 1 and 2 are from before they entered their collectives
+        rank.fixed["collectives_issued"] = 3 * step if rank.number in (1, 2) else 3 * step + 1
+    job.exit(1, {"signal": "6", "cause": "crashed", "collectives": f"{step} {3 * step} {3 * step} -1"})
     assert all(d.fault_class is FaultClass.USER_CODE for d in job.run(0.4))
     job.exit(2, {"signal": "15", "collectives": f"{step} {3 * step} {3 * step} {3 * step}"})
     (found,) = job.run(4.0)

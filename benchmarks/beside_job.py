@@ -167,7 +167,7 @@ def findings(job: WatchedJob) -> list[dict[str, Any]]:
                 "incident": e.incident_id,
                 "class": str(diagnosis.fault_class),
                 "ranks": sorted({s.rank for s in diagnosis.suspects if s.rank is not None}),
-                "because": diagnosis.because,
+                "because": diagnosis.because.replace(f"{common.ROOT}/", ""),
             }
         )
     return found

@@ -246,7 +246,7 @@ def cluster(node: Node) -> Iterator[SlurmCluster]:
 KEYS = ("Prolog", "Epilog", "TaskProlog")
 
 
-@pytest.mark.long  # it passes in some checkouts only, for a reason that is not known
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
 def test_slurm_starts_and_ends_the_agent_and_a_missing_one_drains_no_node(node: Node, cluster: SlurmCluster) -> None:
     said = node.folder / "said"

@@ -105,6 +105,12 @@ def demo_run(root: Path, run_id: str, args: Sequence[str], *, dashboard: bool = 
         rolecall("down", str(path), "--runs", str(root))
 
 
+def check_no_false_alarm(report: dict[str, Any]) -> None:
+    """The report of a run whose every incident is of an injected fault. A failure shows what the other ones were."""
+    wrong = [i for i in report["incidents"] if i["incident_id"] in report["false_alarms"]]
+    assert report["false_alarms"] == [], json.dumps(wrong, indent=1)
+
+
 def check_algorithm(run: DemoRun, name: AlgorithmName) -> None:
     """A run that has ended learned with this algorithm, from every part of an answer at most once."""
     assert run.report()["learns"] == f"{name} on {TaskName.LONG_ADDITION}"

@@ -1,8 +1,8 @@
 """verl: the job's plugin replaces a standalone rollout replica at verl's next weight update.
 
-The plugin (`rolecall/integrations/verl_control.py`) lists the replicas with their processes, and takes one order for each
-key: the replica leaves the balancer and the weight updates, its processes end, a new engine starts, gets weights with the
-update after that, and then requests. An order names the engine that runs; a later one is left alone.
+The plugin (`rolecall/integrations/verl_control.py`) lists the replicas with their processes, and takes one order for
+each key: the replica leaves the balancer and the weight updates, its processes end, a new engine starts, gets weights
+with the update after that, and then requests. An order names the engine that runs; a later one is left alone.
 """
 
 from collections.abc import Generator, Mapping, Sequence
@@ -47,16 +47,14 @@ class Verl:
             raise ActuatorError(f"{order.replica}: there is no replica of verl for a {order.role}")
         if order.begun:
             known = yield self._look(order, "known", assumed=False)
-            if known.status == OK:
+            if known.status != NOT_FOUND:  # the order has arrived, or the job is asked again
                 return (yield from self._wait(order))
-            if known.status != NOT_FOUND:
-                raise ActuatorError(f"how far the replacement of {order.replica} is: {known.shown}")
         instance = yield from self._instance(order)
         yield from self._order(order, instance)
         return (yield from self._wait(order))
 
     def _instance(self, order: Order) -> Generator[Call, Reply, str]:
-        """The engine that holds the processes of the order. Raises ActuatorError: there is none that may be replaced."""
+        """The engine that holds the processes of the order. Raises ActuatorError: none that may be replaced does."""
         reply = yield HttpCall(
             key="replicas",
             words="read the job's rollout replicas",
@@ -70,9 +68,8 @@ class Verl:
         found = [e for e in entries if e.get("replica") == order.index]
         if len(found) != 1:
             listed = ", ".join(str(e.get("replica")) for e in entries)
-            raise ActuatorError(
-                f"{order.replica}: the job has {len(found)} replicas {order.index} (of {listed or 'none'})"
-            )
+            words = f"the job has {len(found)} replicas {order.index}, of {listed or 'none'}"
+            raise ActuatorError(f"{order.replica}: {words}")
         (entry,) = found
         if entry["refusal"]:
             raise ActuatorError(f"{order.replica}: {entry['refusal']}")
@@ -174,7 +171,7 @@ def _check(order: Order, entry: Mapping[str, Any]) -> None:
     """Raises HasEnded: what the job runs is not the incarnation that is to be replaced."""
     named = f"{order.replica}#{order.incarnation}"
     processes = entry["processes"]
-    by_pid = {p["pid"]: p for p in processes if p["alive"]}
+    by_pid = {p["pid"]: p for p in processes}
     if not order.members:
         servers = [p for p in processes if p["server"]]
         if servers and all(p["alive"] for p in servers):

@@ -70,7 +70,7 @@ def control_of(environ: Mapping[str, str]) -> Control | None:
     token_file = environ.get(TOKEN_FILE, "")
     try:
         number = int(port)
-        if not 0 <= number <= 65535:  # noqa: PLR2004 ports
+        if not 0 <= number <= 65535:
             raise ValueError(port)
     except ValueError:
         logger.warning("rolecall replaces nothing: %s is no address, as %s:9479: %r", ADDRESS, LOOPBACK, text)

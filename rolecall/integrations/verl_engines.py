@@ -1,13 +1,13 @@
 """Where verl is touched so that standalone rollout replicas can be replaced, and what is asked of Ray for it.
 
-    verl                                        what is added
-    CheckpointEngineManager.update_weights      the only moment at which the job's replicas change
-    LLMServerManager._init_global_load_balancer each replica knows its balancer, and the actor that keeps the lists of
-                                                servers: weights may be sent from another process
-    LLMServerManager.get_client                 whether its clients take up an interrupted request elsewhere
-    LLMServerClient.generate, _acquire_server   in a client that does: an engine that is gone has interrupted the request
-                                                (without this, verl's client raises, and the sample is lost or the job
-                                                ends), and gets no further ones
+    verl                                          what is added
+    CheckpointEngineManager.update_weights        the only moment at which the job's replicas change
+    LLMServerManager._init_global_load_balancer   each replica knows its balancer, and the actor that keeps the lists of
+                                                  servers: weights may be sent from another process
+    LLMServerManager.get_client                   whether its clients take up an interrupted request elsewhere
+    LLMServerClient.generate, _acquire_server     where they do: an engine that is gone has interrupted the request, and
+                                                  gets no further ones. verl's own client raises, and the sample is
+                                                  lost, or the job ends
 
 Nothing is touched unless the environment names an address (verl_control.py). Standard library only.
 """

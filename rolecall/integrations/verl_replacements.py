@@ -97,8 +97,8 @@ class Route(Protocol):
 
 
 class Replacements:
-    """Of one process. `route_of`: of a replica, None where it is not known. `resumes`: whether clients of a replica take
-    up an interrupted request elsewhere."""
+    """Of one process. `route_of`: of a replica, None where it is not known. `resumes`: whether clients of a replica
+    take up an interrupted request elsewhere. `run`: in a thread of its own."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class Replacements:
             return "its load balancer is not known"
         if not self._resumes(replica):
             return "its clients would not take up an interrupted request elsewhere"
-        if sum(_mode(r) == STANDALONE for r in manager.replicas) < 2:  # noqa: PLR2004 itself and another one
+        if sum(_mode(r) == STANDALONE for r in manager.replicas) < 2:
             return "no other standalone replica would take its requests"
         return ""
 

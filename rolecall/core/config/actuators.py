@@ -102,9 +102,10 @@ class VerlActuator(Section):
     """File with the job's token (`ROLECALL_VERL_TOKEN_FILE` of the job), read for each call."""
     roles: tuple[str, ...] = ("rollout",)
     """Roles whose replica N is verl's replica N. Replicas of other roles are refused."""
-    begin_seconds: Seconds = 600.0
+    begin_seconds: Seconds = 240.0
     """Within which the job's next weight update must begin; otherwise nothing is changed, and the action has failed.
-    At most the watch's `deadline_seconds`."""
+    More than a step takes, and less than the watch's `deadline_seconds`, in which an engine has to start, too, and to
+    get weights."""
     poll_seconds: Seconds = 2.0
     """Between two looks at how far the replacement is; longer after a while."""
     call_seconds: Seconds = 10.0

@@ -56,7 +56,7 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
         )
     if isinstance(config.actuator, VerlActuator) and config.actuator.begin_seconds >= config.deadline_seconds:
         problems.append(
-            "actuator.begin_seconds: must be shorter than deadline_seconds: a new engine has to start after it"
+            "actuator.begin_seconds: must be shorter than deadline_seconds: after it, a new engine has to start"
         )
     longest = getattr(config.actuator, "call_seconds", 0.0) + getattr(config.actuator, "grace_seconds", 0.0)
     if longest > config.deadline_seconds:

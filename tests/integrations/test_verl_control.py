@@ -15,7 +15,7 @@ from rolecall.recovery.actuators.targets.verl import Verl
 from tests.integrations.verl_fake import FakeJob, fake_job
 from tests.recovery.actuators.driving import Driven, drive, member, order
 
-TOKEN = "s3cret"  # noqa: S105 a test's
+TOKEN = "s3cret"
 
 
 @pytest.fixture
@@ -97,16 +97,11 @@ def test_what_shares_its_devices_is_told(url: str, token: Path, job: FakeJob) ->
     )
 
 
-@pytest.mark.parametrize("sent", ["", "wrong", "s3cre", "s3cret2", "s3crét"])
+@pytest.mark.parametrize("sent", ["", "wrong", "s3cre", "s3cret2"])
 def test_nobody_without_the_token(url: str, job: FakeJob, sent: str) -> None:
-    order_ = {"replica": 1, "instance": "e1", "within_seconds": 5}
-    for method, path, body in (("GET", "/v1/replicas", None), ("PUT", "/v1/replacements/k", order_)):
-        content = None if body is None else json.dumps(body).encode()
-        headers = [("Authorization", f"Bearer {sent}".encode())]
-        import httpx
-
-        with httpx.Client(trust_env=False) as client:
-            assert client.request(method, url + path, headers=headers, content=content).status_code == 401  # type: ignore[arg-type]
+    body = {"replica": 1, "instance": "e1", "within_seconds": 5}
+    assert ask(url, token=sent).status == 401
+    assert ask(url, "PUT", "/v1/replacements/k", body, token=sent).status == 401
     assert job.replacements.state("k") is None
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import ray
 import verl  # noqa: F401 it loads the plugin
-from tests.integrations.real.verl_stub import Manager, Rollouter, Trainers, config_of
 from verl.checkpoint_engine.base import CheckpointEngineManager
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+
+from tests.integrations.real.verl_stub import Manager, Rollouter, Trainers, config_of
 
 REPLICAS, REQUESTS, TOKENS = 3, 6, 40
 PAUSE_SECONDS = 0.5

@@ -42,6 +42,7 @@ END_SECONDS = 60.0
 """For Ray to end processes and to free their devices."""
 POLL_SECONDS = 0.2
 CALL_SECONDS = 10.0
+"""Of each call to the balancer, or to the process that keeps the list of servers: the trainer waits for a few."""
 INTERRUPTIONS_MAX = 120
 """Of one request, one a second (verl's client waits between two), until the engine's end is an error of the job."""
 
@@ -65,9 +66,9 @@ def install(environ: Mapping[str, str]) -> None:
 def _wrap_updates(module: ModuleType, control: Control) -> None:
     managers: Any = module.CheckpointEngineManager  # type: ignore[attr-defined]
     # verl decides by the frame of the caller whether to return a coroutine: its decorator comes outside of ours.
-    original = inspect.unwrap(managers.update_weights)
-    if not inspect.iscoroutinefunction(original):
-        raise TypeError("CheckpointEngineManager.update_weights is no coroutine function")
+    original = getattr(managers.update_weights, "__wrapped__", None)
+    if original is None or not inspect.iscoroutinefunction(original):
+        raise TypeError("CheckpointEngineManager.update_weights is not what this version of rolecall knows")
     replacements = Replacements(RayCluster(), route_of, resumes, time.monotonic, _in_a_thread)
 
     @functools.wraps(original)
@@ -103,13 +104,24 @@ class RayRoute:
     keeper: Any
 
     async def remove(self, replica: Any) -> None:
-        await asyncio.wait_for(self.balancer.remove_servers.remote(server_ids=[replica.server_address]), CALL_SECONDS)
-        await self._keep(forget, replica)
+        address = replica.server_address
+        known = await self._ask(self.balancer.get_all_servers)
+        if not set(known) - {address}:
+            raise LookupError("no other server gets requests")
+        await self._ask(self.balancer.remove_servers, server_ids=[address])
+        try:
+            await self._keep(forget, replica)
+        except BaseException:
+            if address in known:
+                await self._ask(self.balancer.add_servers, servers={address: replica.server_handle})
+            raise
 
     async def add(self, replica: Any) -> None:
         await self._keep(adopt, replica)
-        servers = {replica.server_address: replica.server_handle}
-        await asyncio.wait_for(self.balancer.add_servers.remote(servers=servers), CALL_SECONDS)
+        await self._ask(self.balancer.add_servers, servers={replica.server_address: replica.server_handle})
+
+    async def _ask(self, method: Any, **arguments: Any) -> Any:
+        return await asyncio.wait_for(method.remote(**arguments), CALL_SECONDS)
 
     async def _keep(self, change: Callable[[Any, str, Any], None], replica: Any) -> None:
         name = actor_id(self.balancer)

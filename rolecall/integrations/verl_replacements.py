@@ -50,7 +50,7 @@ class Refused(Exception):
 @dataclass(slots=True)
 class Replacement:
     """`instance`: which engine is to be replaced; `expires_at`: monotonic seconds until which it may begin, then until
-    which the new one must run. `old`, `new`: replicas of verl."""
+    which the new one must run. `old`, `new`: replicas of verl; `manager`: that of their weight updates."""
 
     key: str
     replica: int
@@ -58,6 +58,7 @@ class Replacement:
     expires_at: float
     phase: str = WAITING
     because: str = "it begins at the next weight update"
+    manager: Any = None
     old: Any = None
     new: Any = None
 
@@ -79,8 +80,8 @@ class Cluster(Protocol):
         """`pid`, `host`, `started_at` (wall seconds), `alive`, `server` of each. Raises whatever Ray does."""
 
     def end(self, replica: Any) -> None:
-        """Returns the requests of the replica that it can still return, ends its processes, and frees its devices.
-        Raises TimeoutError: they have not ended."""
+        """Returns the requests of the replica that it can still return, ends its processes, and frees its devices; what
+        has ended already stays so. Raises TimeoutError: they have not ended."""
 
     def start(self, old: Any) -> Any:
         """A new replica in the place of `old`. Raises whatever verl does; then nothing of it is left."""
@@ -111,7 +112,7 @@ class Replacements:
         self._lock = threading.Lock()
         self._managers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._orders: dict[str, Replacement] = {}
-        self._ended: dict[int, Any] = {}  # number -> replica that was ended, and has no replacement that serves
+        self._ended: dict[int, tuple[Any, Any]] = {}  # number -> manager, replica: ended, and no replacement serves
 
     # --- what the control thread asks --------------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class Replacements:
             if manager.backend == COLOCATED:
                 return
             for it in self._due():
-                if it.phase == STARTED:
+                if it.phase == STARTED and it.manager is manager:
                     self._include(manager, it)
                 elif it.phase == WAITING:
                     await self._take_out(manager, it)
@@ -225,10 +226,10 @@ class Replacements:
     async def _take_out(self, manager: Any, it: Replacement) -> None:
         if not it.instance:
             with self._lock:
-                it.old = self._ended.get(it.replica)
+                it.manager, it.old = self._ended.get(it.replica, (None, None))
             if it.old is None:
                 return self._fail(it, "its replacement serves by now")
-            return self._replace(it, is_ended=True)
+            return self._replace(it) if it.manager is manager else None
         old = next((r for r in manager.replicas if int(r.replica_rank) == it.replica), None)
         if old is None:
             return None  # of another manager
@@ -243,24 +244,21 @@ class Replacements:
         except Exception as e:  # noqa: BLE001 nothing is ended whose requests may go on to come
             return self._fail(it, f"requests could not be led elsewhere: {type(e).__name__}: {e}")
         manager.remove_replicas([old])
-        it.old = old
         with self._lock:
-            self._ended[it.replica] = old
-        return self._replace(it, is_ended=False)
+            it.manager, it.old = self._ended[it.replica] = manager, old
+        return self._replace(it)
 
-    def _replace(self, it: Replacement, *, is_ended: bool) -> None:
+    def _replace(self, it: Replacement) -> None:
         with self._lock:
             it.phase, it.because = STARTING, "its engine is ended, and a new one starts"
             it.expires_at = self._monotonic() + START_SECONDS
         logger.warning("rolecall replaces rollout replica %s (%s)", it.replica, it.key)
-        self._run(lambda: self._restart(it, is_ended=is_ended))
+        self._run(lambda: self._restart(it))
 
-    def _restart(self, it: Replacement, *, is_ended: bool) -> None:
+    def _restart(self, it: Replacement) -> None:
         """In a thread of its own."""
-        new = None
         try:
-            if not is_ended:
-                self._cluster.end(it.old)
+            self._cluster.end(it.old)
             new = self._cluster.start(it.old)
         except Exception as e:  # noqa: BLE001 the job goes on with one replica less
             self._fail(it, f"the new engine did not start: {type(e).__name__}: {e}")

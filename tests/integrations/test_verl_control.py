@@ -52,7 +52,7 @@ def ask(
     url: str, method: str = "GET", path: str = "/v1/replicas", body: object = None, token: str = TOKEN
 ) -> HttpAnswer:
     content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {token}"}
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     return request(method, url + path, headers=headers, content=content, deadline_seconds=10, bytes_max=100_000)
 
 

@@ -1,4 +1,4 @@
-"""A small job of verl's own classes: three replicas that generate all the time, and a weight update every half second.
+"""A small job of verl's own classes: three replicas that generate all the time, and a weight update every second.
 
     python -m tests.integrations.real.verl_job FOLDER driver|rollouter
 
@@ -22,16 +22,16 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from tests.integrations.real.verl_stub import Manager, Rollouter, Trainers, config_of
 
 REPLICAS, REQUESTS, TOKENS = 3, 6, 40
-PAUSE_SECONDS = 0.5
-END_SECONDS = 280.0
-"""Nobody waits longer for it."""
+PAUSE_SECONDS = 1.0
+END_SECONDS = 600.0
+"""It ends by itself then, whatever became of the test."""
 
 
 class Requests:
-    """Clients that ask without an end, in a thread. `answers`: replicas that made the tokens of each answer."""
+    """Clients that ask without an end, in a thread. `answers`: number of tokens, and the replicas that made them."""
 
     def __init__(self, client: Any) -> None:
-        self.client, self.answers, self.failed = client, list[list[int]](), list[str]()
+        self.client, self.answers, self.failed = client, list[tuple[int, list[int]]](), list[str]()
         threading.Thread(target=lambda: asyncio.run(self._all()), daemon=True).start()
 
     async def _all(self) -> None:
@@ -43,7 +43,7 @@ class Requests:
                 done = await self.client.generate(
                     request_id=f"r{number}-{n}", prompt_ids=[1, 2], sampling_params={"max_tokens": TOKENS}
                 )
-                self.answers.append(list(done.token_ids))
+                self.answers.append((len(done.token_ids), sorted(set(done.token_ids))))
             except Exception as e:  # noqa: BLE001 it is told
                 self.failed.append(f"{type(e).__name__}: {e}"[:200])
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -167,8 +167,8 @@ def _ordered(body: Any) -> tuple[int, str, float]:
     """Number, instance and seconds of an order. Raises Refused."""
     if isinstance(body, dict):
         number, instance, seconds = body.get("replica"), body.get("instance"), body.get("within_seconds")
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if type(number) is int and isinstance(instance, str) and is_number and seconds > 0:
+        is_named = type(number) is int and isinstance(instance, str)
+        if is_named and isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0:
             return number, instance, float(seconds)
     raise Refused(400, "expected replica (a number), instance (text) and within_seconds (a number above 0)")
 

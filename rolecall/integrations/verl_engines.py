@@ -64,7 +64,7 @@ def install(environ: Mapping[str, str]) -> None:
 
 
 def _wrap_updates(module: ModuleType, control: Control) -> None:
-    managers: Any = module.CheckpointEngineManager  # type: ignore[attr-defined]
+    managers: Any = module.CheckpointEngineManager
     # verl decides by the frame of the caller whether to return a coroutine: its decorator comes outside of ours.
     original = getattr(managers.update_weights, "__wrapped__", None)
     if original is None or not inspect.iscoroutinefunction(original):
@@ -83,7 +83,7 @@ def _wrap_updates(module: ModuleType, control: Control) -> None:
         await replacements.after_update(self)
         return done
 
-    managers.update_weights = module.auto_await(update_weights)  # type: ignore[attr-defined]
+    managers.update_weights = module.auto_await(update_weights)
 
 
 def _in_a_thread(act: Callable[[], None]) -> None:
@@ -176,7 +176,7 @@ def _count_again(actor: Any) -> None:
 
 
 def _wrap_servers(module: ModuleType) -> None:
-    _wrap_manager(module.LLMServerManager)  # type: ignore[attr-defined]
+    _wrap_manager(module.LLMServerManager)
     _wrap_client(module)
 
 
@@ -226,7 +226,7 @@ def _takes_up(client: Any) -> bool:
 
 
 def _wrap_client(module: ModuleType) -> None:
-    clients, output = module.LLMServerClient, module.TokenOutput  # type: ignore[attr-defined]
+    clients, output = module.LLMServerClient, module.TokenOutput
     generate, acquire = clients.generate, clients._acquire_server
 
     @functools.wraps(acquire)

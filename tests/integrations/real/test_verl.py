@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,7 @@ class Job:
         assert given.replica == f"rollout/{replica}"
 
         def answer(call: Call) -> Reply:
+            time.sleep(call.after_seconds)
             reply = call.make()
             if call.key == "order":
                 self.go_on()

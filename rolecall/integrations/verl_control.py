@@ -165,10 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _ordered(body: Any) -> tuple[int, str, float]:
     """Number, instance and seconds of an order. Raises Refused."""
-    if isinstance(body, dict):
-        number, instance, seconds = body.get("replica"), body.get("instance"), body.get("within_seconds")
-        is_named = type(number) is int and isinstance(instance, str)
-        if is_named and isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0:
+    match body:
+        case {"replica": int(number), "instance": str(instance), "within_seconds": int(seconds) | float(seconds)} if (
+            not isinstance(number, bool) and not isinstance(seconds, bool) and seconds > 0
+        ):
             return number, instance, float(seconds)
     raise Refused(400, "expected replica (a number), instance (text) and within_seconds (a number above 0)")
 

@@ -116,7 +116,8 @@ def test_a_replica_is_replaced_while_the_job_goes_on(tmp_path: Path, where: str,
         assert it.done == "rollout/1: the new engine has current weights and gets requests", it
         done = job.status["num_answers"]
         after = job.wait(
-            lambda s: s["num_answers"] > done + 5 and any(1 in made_by for _, made_by in s["answers"]), "the new engine generates"
+            lambda s: s["num_answers"] > done + 5 and any(1 in made_by for _, made_by in s["answers"]),
+            "the new engine generates",
         )
         assert after["failed"] == [], "no request was lost"
         assert all(num_tokens == TOKENS for num_tokens, _ in after["answers"])

@@ -28,6 +28,8 @@ TRIES_MAX = 4
 POLLS_AT_ONE_PACE, PACE_MAX = 20, 8
 """After so many looks the pause between two becomes longer, up to this many times `poll_seconds`."""
 LOOKS_MAX = 180
+ENDED_LOOKS_MAX, ENDED_SECONDS = 10, 0.5
+"""For Ray to notice that a process is gone which the agent no longer sees."""
 CONSTRUCTED_SECONDS = 300.0
 """A process may be seen before Ray calls its actor alive, which it does after the constructor; and clocks differ."""
 
@@ -55,28 +57,26 @@ class Verl:
 
     def _instance(self, order: Order) -> Generator[Call, Reply, str]:
         """The engine that holds the processes of the order. Raises ActuatorError: none that may be replaced does."""
-        reply = yield HttpCall(
-            key="replicas",
-            words="read the job's rollout replicas",
-            changes=False,
-            method="GET",
-            url=f"{self._url}/v1/replicas",
-            token_path=self._config.token_path,
-            deadline_seconds=self._config.call_seconds,
-        )
-        entries = _entries(reply)
-        found = [e for e in entries if e.get("replica") == order.index]
-        if len(found) != 1:
-            listed = ", ".join(str(e.get("replica")) for e in entries)
-            words = f"the job has {len(found)} replicas {order.index}, of {listed or 'none'}"
-            raise ActuatorError(f"{order.replica}: {words}")
-        (entry,) = found
-        if entry["refusal"]:
-            raise ActuatorError(f"{order.replica}: {entry['refusal']}")
-        if entry["state"] == "replacing":
-            raise ActuatorError(f"{order.replica} is being replaced by somebody else")
-        _check(order, entry)
-        return str(entry["instance"])
+        for n in count():
+            reply = yield HttpCall(
+                key=f"replicas-{n}" if n else "replicas",
+                words="read the job's rollout replicas",
+                changes=False,
+                after_seconds=ENDED_SECONDS if n else 0.0,
+                method="GET",
+                url=f"{self._url}/v1/replicas",
+                token_path=self._config.token_path,
+                deadline_seconds=self._config.call_seconds,
+            )
+            entry = _entry_of(order, _entries(reply))
+            try:
+                _check(order, entry)
+            except HasEnded:
+                if order.members or n >= ENDED_LOOKS_MAX:
+                    raise
+            else:
+                return str(entry["instance"])
+        raise AssertionError
 
     def _order(self, order: Order, instance: str) -> Generator[Call, Reply, None]:
         """Asks again if the job cannot answer now: an order with the same key is the same order."""
@@ -147,6 +147,20 @@ def _entries(reply: Reply) -> list[Mapping[str, Any]]:
     if not isinstance(entries, list) or not all(_is_entry(e) for e in entries):
         raise ActuatorError("the job's rollout replicas: what answers is not rolecall's plugin in a verl job")
     return entries
+
+
+def _entry_of(order: Order, entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Raises ActuatorError: the job has no such replica, or it cannot be replaced."""
+    found = [e for e in entries if e["replica"] == order.index]
+    if len(found) != 1:
+        listed = ", ".join(str(e["replica"]) for e in entries)
+        raise ActuatorError(f"{order.replica}: the job has {len(found)} replicas {order.index}, of {listed or 'none'}")
+    (entry,) = found
+    if entry["refusal"]:
+        raise ActuatorError(f"{order.replica}: {entry['refusal']}")
+    if entry["state"] == "replacing":
+        raise ActuatorError(f"{order.replica} is being replaced by somebody else")
+    return entry
 
 
 def _is_entry(entry: Any) -> bool:

@@ -13,7 +13,7 @@ from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
 from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.target import Member, Order
-from rolecall.recovery.actuators.targets.verl import CONSTRUCTED_SECONDS, LOOKS_MAX, Verl
+from rolecall.recovery.actuators.targets.verl import CONSTRUCTED_SECONDS, ENDED_LOOKS_MAX, LOOKS_MAX, Verl
 from tests.recovery.actuators.driving import NOW, drive, member, order
 
 URL = "http://head:9479"
@@ -91,7 +91,6 @@ def test_a_dry_run_reads_and_prints_the_order() -> None:
         (ONE, entry(1, process(41)), "pid 40 of rollout/1#2 is no process of the job's replica 1 (41)"),
         (ONE, entry(1, process(40, started_at=NOW + CONSTRUCTED_SECONDS + 1)), "started after rollout/1#2"),
         (ONE, entry(state="ended", instance="", processes=[]), "is no process of the job's replica 1 (none)"),
-        (order(), entry(), "no process of rollout/1#2 is seen, and the job's replica 1 runs"),
         (order(member("trainer/1", "n-1")), entry(), "there is no replica of verl for a trainer"),
     ],
 )
@@ -99,6 +98,15 @@ def test_what_is_not_meant_is_left_alone(given: Order, found: dict[str, Any], wh
     calls, ends = run(given, *([] if given.role == "trainer" else [listing(found)]))
     assert ends.startswith("refused: ") and why in ends
     assert all(call == READ for call in calls)
+
+
+def test_a_crash_that_ray_has_not_noticed_is_read_again() -> None:
+    dead = listing(entry(1, process(alive=False)))
+    calls, ends = run(order(), listing(), listing(), dead, phase("waiting"), phase("serving"))
+    assert calls == [READ, READ, READ, PUT, f"GET {OPS}"] and ends == "rollout/1: why"
+    calls, ends = run(order(), *[listing()] * (ENDED_LOOKS_MAX + 1))
+    assert set(calls) == {READ}
+    assert ends == "refused: no process of rollout/1#2 is seen, and the job's replica 1 runs"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ The trainer calls `before_update` and `after_update` around verl's own weight up
 changes its list of replicas, too. Both take milliseconds: a replica is ended and started in a thread. Another thread
 reads and orders (verl_control.py). Nothing here raises into the trainer.
 
-Only what nobody else serves changes: a replica that shares its processes with the trainer, the last one, and one whose
-clients would lose an interrupted request are refused. Standard library only.
+Without an order only one thing is done: a replica with a process that is gone is left out of the update, which would
+fail at it and end the job.
+
+Refused are orders for a replica that shares its processes with the trainer, for the last one, and for one whose clients
+would lose an interrupted request. Standard library only.
 """
 
 import logging
@@ -74,7 +77,7 @@ class Cluster(Protocol):
     """What is asked of Ray (verl_engines.py). Blocks, within deadlines of its own."""
 
     def instance(self, replica: Any) -> str:
-        """Name of the engine that runs now, different from all before it. Empty: none."""
+        """Name of its engine, different from those of all others before and after."""
 
     def processes(self, replica: Any) -> list[dict[str, Any]]:
         """`pid`, `host`, `started_at` (wall seconds), `alive`, `server` of each. Raises whatever Ray does."""
@@ -133,18 +136,16 @@ class Replacements:
         with self._lock:
             ended = dict(self._ended)
         listed = {entry["replica"] for entry in found}
-        for number in sorted(ended.keys() - listed):
-            state = "replacing" if self._is_busy(number) else "ended"
-            found.append(
-                {
-                    "replica": number,
-                    "mode": STANDALONE,
-                    "instance": "",
-                    "state": state,
-                    "refusal": "",
-                    "processes": [],
-                }
-            )
+        for number in ended.keys() - listed:
+            entry = {
+                "replica": number,
+                "mode": STANDALONE,
+                "instance": self._cluster.instance(ended[number][1]),
+                "state": "replacing" if self._is_busy(number) else "ended",
+                "refusal": "",
+                "processes": self._cluster.processes(ended[number][1]),
+            }
+            found.append(entry)
         return sorted(found, key=lambda entry: entry["replica"])
 
     def order(self, key: str, number: int, instance: str, within_seconds: float) -> dict[str, Any]:
@@ -158,10 +159,7 @@ class Replacements:
             busy = next((o for o in self._orders.values() if o.is_under_way and not self._is_late(o)), None)
             if busy is not None:
                 raise Refused(409, f"replica {busy.replica} is being replaced ({busy.phase}): one at a time")
-            if number not in self._ended:
-                self._check(number, instance)
-            elif instance:
-                raise Refused(409, f"replica {number} was ended before: no engine of it runs")
+            self._check(number, instance)
             it = Replacement(key, number, instance, self._monotonic() + min(within_seconds, WITHIN_SECONDS_MAX))
             done = [k for k, o in self._orders.items() if not o.is_under_way]
             for old in done[: max(0, len(self._orders) + 1 - KEPT_MAX)]:
@@ -176,16 +174,18 @@ class Replacements:
             return None if known is None else self._shown(known)
 
     def _check(self, number: int, instance: str) -> None:
+        """With the lock held."""
         found = [(m, r) for m, r in self._known() if int(r.replica_rank) == number]
+        found = found or [self._ended[n] for n in self._ended if n == number]
         if len(found) != 1:
             raise Refused(404 if not found else 409, f"there are {len(found)} replicas {number}")
         manager, replica = found[0]
-        refusal = self._refusal(manager, replica)
+        refusal = "" if number in self._ended else self._refusal(manager, replica)
         if refusal:
             raise Refused(409, f"replica {number}: {refusal}")
-        running = self._cluster.instance(replica)
-        if running != instance:
-            raise Refused(409, f"replica {number} is engine {running} by now")
+        newest = self._cluster.instance(replica)
+        if newest != instance:
+            raise Refused(409, f"replica {number} is engine {newest} by now")
 
     # --- around verl's weight update ---------------------------------------------------------------------------------
 
@@ -200,6 +200,7 @@ class Replacements:
                     self._include(manager, it)
                 elif it.phase == WAITING:
                     await self._take_out(manager, it)
+            await self._leave_out_ended(manager)
         except Exception as e:  # noqa: BLE001 the update goes on
             logger.warning("rolecall replaces nothing at this weight update: %s: %s", type(e).__name__, e)
 
@@ -224,11 +225,9 @@ class Replacements:
             logger.warning("rolecall could not end a replacement: %s: %s", type(e).__name__, e)
 
     async def _take_out(self, manager: Any, it: Replacement) -> None:
-        if not it.instance:
-            with self._lock:
-                it.manager, it.old = self._ended.get(it.replica, (None, None))
-            if it.old is None:
-                return self._fail(it, "its replacement serves by now")
+        with self._lock:
+            it.manager, it.old = self._ended.get(it.replica, (None, None))
+        if it.old is not None:
             return self._replace(it) if it.manager is manager else None
         old = next((r for r in manager.replicas if int(r.replica_rank) == it.replica), None)
         if old is None:
@@ -247,6 +246,22 @@ class Replacements:
         with self._lock:
             it.manager, it.old = self._ended[it.replica] = manager, old
         return self._replace(it)
+
+    async def _leave_out_ended(self, manager: Any) -> None:
+        """verl's update would fail at a replica with a process that is gone, and end the job. Nothing is replaced: that
+        takes an order."""
+        for replica in list(manager.replicas):
+            route = self._route_of(replica)
+            if self._refusal(manager, replica) or route is None:
+                continue
+            if all(p["alive"] for p in self._cluster.processes(replica)):
+                continue
+            number = int(replica.replica_rank)
+            logger.warning("rolecall: rollout replica %s has ended, and is left out of weight updates", number)
+            await route.remove(replica)
+            manager.remove_replicas([replica])
+            with self._lock:
+                self._ended[number] = manager, replica
 
     def _replace(self, it: Replacement) -> None:
         with self._lock:

@@ -123,6 +123,43 @@ def test_replicas_of_the_trainer_are_listed_beside_the_others() -> None:
     assert listed[0] == "" and "cannot be replaced alone" in listed[3]
 
 
+def test_a_replica_that_has_ended_is_left_out_and_replaced_when_ordered() -> None:
+    job = fake_job()
+    job.update()
+    job.cluster.dead.add("e1")
+    job.update()
+    assert job.manager.updated[-1] == ["e0", "e2"] and job.balancer.engines == {"e0", "e2"}
+    job.update()
+    assert job.threads == [] and job.cluster.ended == [], "without an order nothing is replaced"
+    listed = next(e for e in job.replacements.listing() if e["replica"] == 1)
+    assert (listed["instance"], listed["state"]) == ("e1", "ended") and not listed["processes"][0]["alive"]
+    job.replacements.order("k", 1, "e1", 60)
+    job.update()
+    job.run_threads()
+    job.update()
+    assert job.phase("k") == "serving" and job.manager.updated[-1] == ["e0", "e2", "new-1"]
+
+
+def test_the_last_replica_that_has_ended_is_left_to_verl() -> None:
+    job = fake_job(2)
+    job.update()
+    job.cluster.dead.update({"e0", "e1"})
+    job.update()
+    assert job.manager.updated[-1] == ["e1"]
+
+
+def test_an_order_comes_before_the_end_that_it_is_for() -> None:
+    job = fake_job()
+    job.update()
+    job.replacements.order("k", 1, "e1", 60)
+    job.cluster.dead.add("e1")
+    job.update()
+    assert job.phase("k") == "starting"
+    job.run_threads()
+    job.update()
+    assert refused(job, 1, "e1", "again")[1] == "replica 1 is engine new-1 by now"
+
+
 def test_updates_of_other_managers_change_nothing() -> None:
     job, others = fake_job(), Manager([Replica(7, "t7"), Replica(8, "t8")])
     job.update()
@@ -179,12 +216,11 @@ def test_an_engine_that_does_not_start_is_told_and_may_be_ordered_again() -> Non
     job.run_threads()
     state = job.replacements.state("k")
     assert state is not None and state["because"] == "the new engine did not start: ValueError: no GPU"
-    assert [e for e in job.replacements.listing() if e["replica"] == 1] == [
-        {"replica": 1, "mode": "standalone", "instance": "", "state": "ended", "refusal": "", "processes": []}
-    ]
-    assert refused(job, 1, "e1", "again")[1] == "replica 1 was ended before: no engine of it runs"
+    listed = next(e for e in job.replacements.listing() if e["replica"] == 1)
+    assert (listed["instance"], listed["state"], listed["refusal"]) == ("e1", "ended", "")
+    assert refused(job, 1, "e0", "again")[1] == "replica 1 is engine e1 by now"
     job.cluster.fails = None
-    job.replacements.order("again", 1, "", 60)
+    job.replacements.order("again", 1, "e1", 60)
     job.update()
     job.run_threads()
     job.update()

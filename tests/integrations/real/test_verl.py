@@ -112,6 +112,11 @@ def test_a_replica_is_replaced_while_the_job_goes_on(tmp_path: Path, where: str,
         pid = before["pids"]["1"]
         os.kill(pid, signal.SIGSTOP if fault == "hang" else signal.SIGKILL)
 
+        if fault == "crash":
+            job.wait(lambda s: s["states"]["1"] == "DEAD", "Ray knows")
+            job.go_on()
+            step = job.status["step"]
+            job.wait(lambda s: s["step"] > step + 2 and s["updated"] == [0, 2], "weights are updated without it")
         it = job.replace(1, pid, seen=fault == "hang")
         assert it.done == "rollout/1: the new engine has current weights and gets requests", it
         done = job.status["num_answers"]

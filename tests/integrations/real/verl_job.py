@@ -87,6 +87,7 @@ def main(folder: Path, where: str) -> None:
             "lists": lists,
             "updated": sorted(r.replica_rank for r in updates.replicas),
             "pids": {r.replica_rank: pid_of(r.server_handle) for r in updates.replicas},
+            "states": {r.replica_rank: state_of(r.server_handle) for r in updates.replicas},
             "balancer": sorted(ray.get(balancer.get_all_servers.remote())),
             "answers": requests.answers[-40:],
             "num_answers": len(requests.answers),
@@ -103,6 +104,10 @@ def main(folder: Path, where: str) -> None:
 
 def pid_of(actor: Any) -> int:
     return int(ray._private.state.actors(actor._actor_id.hex())["Pid"])
+
+
+def state_of(actor: Any) -> str:
+    return str(ray._private.state.actors(actor._actor_id.hex())["State"])
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None
 def in_the_same_pods(order: Order, template: str) -> list[str]:
     """Other replicas with processes on the same nodes, but those that are known to be in other pods there, or for which
     `template` (a name or selector) stands for other pods. It says nothing of other roles unless it names the role."""
-    names_role = "{role" in template or "{replica" in template
+    names_role = "{role" in template
     pods: dict[str, set[str]] = {}
     named: dict[str, set[str]] = {}
     for member in order.members:

@@ -13,6 +13,8 @@ COMMAND_FIELDS = frozenset(
 REPLICA_FIELDS = frozenset({"replica", "role", "index", "incarnation", "node"})
 MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
 """Of templates that name where a replica's process runs."""
+POD_FIELDS = MEMBER_FIELDS - {"replica"}
+"""Of names of pods and values of labels, which contain no slash, as `rollout/1` does."""
 
 
 def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
@@ -172,7 +174,7 @@ class KubernetesActuator(_KubernetesApi):
     @field_validator("pod", "selector")
     @classmethod
     def _templates(cls, text: str) -> str:
-        return _checked_template(text, MEMBER_FIELDS)
+        return _checked_template(text, POD_FIELDS)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -197,7 +199,7 @@ class KubeRayActuator(_KubernetesApi):
     @field_validator("selector")
     @classmethod
     def _template(cls, text: str) -> str:
-        return _checked_template(text, MEMBER_FIELDS)
+        return _checked_template(text, POD_FIELDS)
 
 
 ActuatorConfig = Annotated[

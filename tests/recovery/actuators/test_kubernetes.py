@@ -286,8 +286,13 @@ def group(name: str = "gpu", *, replicas: int = 3, hosts: int = 1, **more: Any) 
     return {
         "groupName": name,
         "replicas": replicas,
+        "minReplicas": 0,
+        "maxReplicas": 8,
         "numOfHosts": hosts,
-        "template": {"spec": {"containers": [{"env": [{"name": "SECRET", "value": "hunter2"}]}]}},
+        "rayStartParams": {},
+        "template": {
+            "spec": {"containers": [{"name": "ray", "image": "ray:1", "env": [{"name": "SECRET", "value": "hunter2"}]}]}
+        },
         **more,
     }
 
@@ -621,6 +626,9 @@ def test_the_account_is_bound_to_its_roles() -> None:
         ({"kind": "kubernetes"}, "give either pod or selector"),
         ({"kind": "kubernetes", "pod": "{node}", "selector": "a=b"}, "give either pod or selector"),
         ({"kind": "kubernetes", "pod": "{pid}"}, r"\{pid\} is not known here, only \{index\}, \{job\}, \{node\}"),
+        ({"kind": "kubernetes", "pod": "{replica}"}, r"\{replica\} is not known here, only \{index\}"),
+        ({"kind": "kubernetes", "selector": "app={replica}"}, r"\{replica\} is not known here, only \{index\}"),
+        ({"kind": "kuberay", "cluster": "ray", "selector": "app={replica}"}, r"\{replica\} is not known here"),
         ({"kind": "kubernetes", "pod": "x", "namespace": "a/b"}, "namespace"),
         ({"kind": "kubernetes", "pod": "x", "api": "ftp://x"}, "api"),
         ({"kind": "kuberay"}, "cluster"),

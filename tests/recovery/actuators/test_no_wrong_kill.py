@@ -59,7 +59,9 @@ def test_pods(kind: str) -> None:
         rng = random.Random(f"{kind} {seed}")
         fake, hosts = FakeKubernetes(), rng.choice((1, 1, 2))
         if kind == "kuberay":
-            fake.cluster("ray", {"groupName": "g", "replicas": 4, "numOfHosts": hosts})
+            counts = {"replicas": 4, "minReplicas": 0, "maxReplicas": 8, "numOfHosts": hosts}
+            template = {"spec": {"containers": [{"name": "ray", "image": "ray:1"}]}}
+            fake.cluster("ray", {"groupName": "g", **counts, "template": template})
         pods = [f"pod-{n}" for n in range(4)]
         for n, name in enumerate(pods):
             labels = {"app": "rollout", "ray.io/cluster": "ray", "ray.io/group": "g", "ray.io/node-type": "worker"}

@@ -24,7 +24,6 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    in_the_same_pods,
     pods_of_members,
     read_object,
     said,
@@ -66,7 +65,7 @@ class KubeRay:
         self._path = f"/apis/ray.io/v1/namespaces/{config.namespace}/rayclusters/{quote(config.cluster, safe='')}"
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        return in_the_same_pods(order, self._config.selector)
+        return self._api.also_hit(order, self._config.selector)
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:

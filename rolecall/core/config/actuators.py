@@ -139,16 +139,9 @@ class SlurmActuator(Section):
         return _checked_template(text, MEMBER_FIELDS)
 
 
-class _KubernetesApi(Section):
+class KubernetesServer(Section):
     """How the API server of Kubernetes is reached; the defaults are right inside a pod."""
 
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-    """Of the job's pods."""
-    container: str = ""
-    """The container of a pod that holds the job's processes. Empty: the pod's first."""
-    cordon: bool = True
-    """For a fault that stays with the node: its node is cordoned before the pod ends; this needs permission to patch
-    nodes. false: such faults page on-call."""
     api: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")] = "https://kubernetes.default.svc"
     """URL of the API server."""
     token_path: str = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -157,6 +150,19 @@ class _KubernetesApi(Section):
     """File with the certificates of the authority that signed the server's. Empty: the system's."""
     call_seconds: Seconds = 10.0
     """Deadline of each request."""
+
+
+class _KubernetesApi(KubernetesServer):
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+    """Of the job's pods."""
+    container: str = ""
+    """The container of a pod that holds the job's processes. Empty: the pod's first."""
+    cordon: bool = True
+    """For a fault that stays with the node: its node is cordoned before the pod ends; this needs permission to patch
+    nodes. false: such faults page on-call."""
+    cordon_by: Literal["rolecall", "nvsentinel"] = "rolecall"
+    """`nvsentinel`: a MaintenanceRequest asks NVSentinel (1.25 or newer) to cordon that node. It then drains the whole
+    node: all other replicas there end, too."""
 
 
 class KubernetesActuator(_KubernetesApi):

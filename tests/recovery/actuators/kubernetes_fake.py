@@ -1,4 +1,5 @@
-"""An API server of Kubernetes in memory, with KubeRay's operator: what the targets use of them, by their documentation.
+"""An API server of Kubernetes in memory, with KubeRay's operator and NVSentinel: what the targets use of them, by their
+documentation.
 
 Objects have resource versions; a change with an old one is a conflict, and a JSON patch whose test fails is refused.
 Evictions check the UID. Pods have controllers that make others: with the same name (`StatefulSet`), or with a new one.
@@ -72,7 +73,8 @@ def _problems_of_shape(text: str) -> tuple[str, ...]:
 
 class FakeKubernetes:
     """`ended`: UIDs of pods in the order of their ends; `cordoned`: nodes. `budget`: evictions refused before one is
-    allowed. `stuck`: pods never vanish (a dead node)."""
+    allowed. `stuck`: pods never vanish (a dead node). `nvsentinel`: what becomes of a MaintenanceRequest: `cordons` its
+    node, `drains` it, too, is `blocked` by another one, or is refused, being `disabled`; empty: not installed."""
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
@@ -84,6 +86,8 @@ class FakeKubernetes:
         self.forbidden: set[str] = set()  # resources
         self.budget = 0
         self.stuck = False
+        self.nvsentinel = ""
+        self.maintenance: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
 
     # --- what there is ------------------------------------------------------------------------------------------------
@@ -208,7 +212,48 @@ class FakeKubernetes:
             ):
                 self._ask("get" if method == "GET" else "patch", "ray.io", "rayclusters")
                 return self._cluster(method, name, content_type, body)
+            case ["apis", "nvsentinel.dgxc.nvidia.com", "v1", "maintenancerequests", *names] if self.nvsentinel:
+                self._ask("get" if method == "GET" else "create", "nvsentinel.dgxc.nvidia.com", "maintenancerequests")
+                if method == "POST" and not names:
+                    return self._request_maintenance(body)
+                if method == "GET" and len(names) == 1 and names[0] in self.maintenance:
+                    return 200, self.maintenance[names[0]]
         return status(404, "the server could not find the requested resource")
+
+    def _request_maintenance(self, body: Any) -> Answer:
+        denied = 'admission webhook "vmaintenancerequest-v1.kb.io" denied the request: '
+        if self.nvsentinel == "disabled":
+            return status(403, f"{denied}MaintenanceRequest controller is disabled")
+        _decoded(body)
+        name, node = body["metadata"]["name"], body["spec"]["healthEvent"]["nodeName"]
+        if name in self.maintenance:
+            return status(409, f'maintenancerequests.nvsentinel.dgxc.nvidia.com "{name}" already exists')
+        if node not in self.nodes:
+            return status(403, f'{denied}spec.healthEvent.nodeName references non-existent node "{node}"')
+        emitted = {"type": "HealthEventEmitted", "status": "True", "reason": "Emitted", "message": ""}
+        if self.nvsentinel == "blocked":
+            locked = f"Node {node} is locked by another maintenance operation."
+            emitted.update(status="False", reason="Blocked", message=locked)
+        else:
+            self.quarantine(node)
+        if self.nvsentinel == "drains":
+            for pod in [n for n, p in self.pods.items() if p["spec"]["nodeName"] == node]:
+                self._end(pod)
+        self.maintenance[name] = {**body, "status": {"conditions": [emitted]}}
+        return 201, self.maintenance[name]
+
+    def quarantine(self, name: str, *conditions: dict[str, str]) -> None:
+        """As NVSentinel's fault-quarantine and platform connector leave the node."""
+        node, prefix = self.nodes[name], "k8saas.nvidia.com/cordon-"
+        labels = {f"{prefix}by": "NVSentinel", f"{prefix}reason": "GPU-fatal-error-ruleset"}
+        labels |= {f"{prefix}timestamp": "2026-11-06T10-00-00Z", "dgxc.nvidia.com/nvsentinel-state": "quarantined"}
+        node["metadata"]["labels"] = labels
+        node["metadata"]["annotations"] = {"quarantineHealthEvent": "[]", "quarantineHealthEventIsCordoned": "True"}
+        node["metadata"]["resourceVersion"] = self._version()
+        node["spec"]["unschedulable"] = True
+        node["status"]["conditions"] += conditions
+        self.cordoned.append(name)
+        _checked(node)
 
     def _ask(self, verb: str, group: str, resource: str) -> None:
         self.asked.append((verb, group, resource))

@@ -2,8 +2,8 @@
 strict, so that a field that no schema knows is a problem, as for `kubectl apply --validate=strict`.
 
 No package has KubeRay's CRD. Of a RayCluster the pod templates are validated by Kubernetes' schema, and the fields around
-them by `_RAY_CLUSTER`, which repeats the names, types and required fields of the CRD of KubeRay 1.4 that our files and
-calls use; any other field is a problem.
+them by `_RAY_CLUSTER`, which repeats the names, types and required fields of KubeRay's Go types that our files and calls
+use; any other field is a problem. `_MAINTENANCE_REQUEST` repeats those of NVSentinel's documentation and webhook.
 """
 
 import functools
@@ -21,6 +21,7 @@ NEWEST = "1.37"
 SUPPORTED = ("1.29", "1.33", NEWEST)
 """What the manifests are validated against; the calls are by NEWEST alone."""
 RAY = "ray.io/v1"
+NVSENTINEL = "nvsentinel.dgxc.nvidia.com/v1"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _ROLE_NAME = re.compile(r"[A-Za-z0-9:._-]{1,253}")  # of RBAC: a path segment
 _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -67,13 +68,45 @@ _RAY_CLUSTER = _object(
 ) | {"$id": "https://kubernetes.io/api/raycluster/ray/v1"}
 
 
+_TEXT, _FLAG = {"type": "string"}, {"type": "boolean"}
+_ACTIONS = ("NONE", "COMPONENT_RESET", "CONTACT_SUPPORT", "RESTART_VM", "RESTART_BM", "REPLACE_VM", "CUSTOM", "UNKNOWN")
+_MAINTENANCE_REQUEST = _object(
+    ("apiVersion", "kind", "metadata", "spec"),
+    apiVersion={"const": NVSENTINEL},
+    kind={"const": "MaintenanceRequest"},
+    metadata={"$ref": "/api/_definitions.json#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"},
+    spec=_object(
+        ("healthEvent",),
+        startTime={"type": "string", "format": "date-time"},
+        healthEvent=_object(
+            ("version", "nodeName", "isHealthy"),
+            version={"const": 1},
+            agent=_TEXT,
+            componentClass=_TEXT,
+            checkName=_TEXT,
+            nodeName={"type": "string", "minLength": 1},
+            isHealthy={"const": False},
+            isFatal=_FLAG,
+            recommendedAction={"enum": [*_ACTIONS]},
+            customRecommendedAction=_TEXT,
+            message=_TEXT,
+            errorCode=_NAMES,
+            metadata=_TEXTS,
+        ),
+    ),
+    status={"type": "object"},
+) | {"$id": "https://kubernetes.io/api/maintenancerequest/nvsentinel/v1"}
+_OWN = {RAY: _RAY_CLUSTER, NVSENTINEL: _MAINTENANCE_REQUEST}
+
+
 def problems(value: Any, version: str = NEWEST) -> list[str]:
     """Of an object with `apiVersion` and `kind`: each `path: what is wrong`."""
     if not isinstance(value, dict) or not isinstance(value.get("apiVersion"), str) or not value.get("kind"):
         return ["$: no object with apiVersion and kind"]
     group = "meta-v1" if value["kind"] == "Status" else re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", value["apiVersion"])
     try:
-        validator = _validator(version, "" if value["apiVersion"] == RAY else f"{value['kind'].lower()}-{group}.json")
+        file = f"{value['kind'].lower()}-{group}.json"
+        validator = _validator(version, value["apiVersion"] if value["apiVersion"] in _OWN else file)
     except FileNotFoundError:
         return [f"$: Kubernetes {version} has no {value['kind']} of {value['apiVersion']}"]
     found = [f"{error.json_path}: {error.message[:300]}" for error in validator.iter_errors(value)]
@@ -115,7 +148,7 @@ def _problems_of_names(value: dict[str, Any]) -> list[str]:
 @functools.cache
 def _validator(version: str, file: str) -> Draft202012Validator:
     folder = FOLDER / f"v{version}.0-local-strict"
-    schema = json.loads((folder / file).read_text()) if file else _RAY_CLUSTER
+    schema = _OWN[file] if file in _OWN else json.loads((folder / file).read_text())
     return Draft202012Validator(
         schema, registry=_definitions(version), format_checker=Draft202012Validator.FORMAT_CHECKER
     )

@@ -52,8 +52,9 @@ def told(it: Driven) -> bool:
     return bool(it.done) != bool(it.error) or len(it.calls) >= 50
 
 
-@pytest.mark.parametrize("kind", ["kubernetes", "kuberay"])
+@pytest.mark.parametrize("kind", ["kubernetes", "kuberay", "nvsentinel"])
 def test_pods(kind: str) -> None:
+    """`nvsentinel`: actuator `kubernetes`, whose nodes NVSentinel cordons."""
     ends = {"replaced": 0, "refused": 0, "stale": 0}
     for seed in range(CASES):
         rng = random.Random(f"{kind} {seed}")
@@ -86,9 +87,12 @@ def test_pods(kind: str) -> None:
         given = order(who, leave_node=rng.random() < 0.4)
         place = {"namespace": NAMESPACE, "api": "http://127.0.0.1:9"}
         target: Kubernetes | KubeRay
-        if kind == "kubernetes":
+        if kind != "kuberay":
             by = {"pod": "{node}"} if in_pod else {"selector": "app={role}"}
-            target = Kubernetes(KubernetesActuator.model_validate({"kind": kind, **place, **by}))
+            if kind == "nvsentinel":
+                fake.nvsentinel = rng.choice(("cordons", "cordons", "blocked", "disabled"))
+                by["cordon_by"] = "nvsentinel"
+            target = Kubernetes(KubernetesActuator.model_validate({"kind": "kubernetes", **place, **by}))
         else:
             target = KubeRay(KubeRayActuator.model_validate({"kind": kind, **place, "cluster": "ray"}))
 

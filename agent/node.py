@@ -182,11 +182,12 @@ class Agent:
         if settings.health_socket is None:
             return None
         # Only here: agents of a bundled run import neither httpx nor grpc.
-        from rolecall.agent.node_health import HealthServer, NodeFitness, ask_watch
+        from rolecall.agent.node_health import HealthServer, NodeFitness, ask_watch, booted_wall
 
         url, node = settings.health_watch, settings.node
         asks = (lambda: ask_watch(url, node)) if url else None
-        return HealthServer(settings.health_socket, NodeFitness(self.events, self._clock, asks))
+        booted = booted_wall(settings.proc, self._clock)
+        return HealthServer(settings.health_socket, NodeFitness(self.events, self._clock, asks, booted_wall=booted))
 
     @property
     def url(self) -> str:

@@ -39,6 +39,8 @@ NUM_REASONS_MAX = 20
 REASON_CHARACTERS = 300
 NUM_THREADS = 4
 STOP_SECONDS = 1.0
+BOOT_MARGIN_SECONDS = 30.0
+"""The clock may be set after the boot; no agent writes for as long before one."""
 SOCKET_MODE = 0o666
 """Any user of the node may ask: the answer says no more than `/metrics`."""
 
@@ -73,17 +75,27 @@ def _text(number: int, text: bytes) -> bytes:
 class NodeFitness:
     """Follows the node's events. For one caller at a time."""
 
-    def __init__(self, events: EventLog, clock: Clock, ask_watch: Callable[[], Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        events: EventLog,
+        clock: Clock,
+        ask_watch: Callable[[], Sequence[str]] | None = None,
+        *,
+        booted_wall: float = 0.0,
+    ) -> None:
         """`ask_watch`: its reasons against this node. It raises HttpFailed: no answer; ValueError: another one. None:
-        no watch is asked."""
+        no watch is asked. `booted_wall`: when the node booted, wall seconds: earlier faults are over, or are reported
+        again."""
         self._events, self._clock, self._ask_watch = events, clock, ask_watch
+        self._since = booted_wall - BOOT_MARGIN_SECONDS
         self._faults, self._seq = NodeFaults(), 0
         self._complaint = ""
 
     def now(self) -> Fitness:
         while (page := self._events.after(self._seq)).events:
             for event in page.events:
-                self._faults.take(event, event.wall_at)
+                if event.wall_at >= self._since:
+                    self._faults.take(event, event.wall_at)
             self._seq = page.events[-1].seq
         wall = self._clock.wall()
         self._faults.expire(wall)
@@ -104,6 +116,14 @@ class NodeFitness:
             logger.warning("%s", complaint)
         self._complaint = complaint
         return said, (complaint,) if complaint else ()
+
+
+def booted_wall(proc: Path, clock: Clock) -> float:
+    """Wall seconds. 0: not known."""
+    try:
+        return clock.wall() - float((proc / "uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def ask_watch(url: str, node: NodeId) -> tuple[str, ...]:

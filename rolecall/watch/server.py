@@ -27,10 +27,11 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import RunStarted
 from rolecall.core.metrics.metric import MetricValue
-from rolecall.core.nodes import quarantined_nodes
+from rolecall.core.nodes import QUARANTINE_KINDS, nodes_quarantined_by
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason, plain
 from rolecall.recovery.fleet_view import RunPlaces, fleet_view
@@ -77,6 +78,7 @@ class JournalMetricsPoller:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
         self._reader, self._account, self._projection = JournalReader(), run_account(job), IncidentProjection()
         self._places = RunPlaces()
+        self._quarantines: list[Event] = []
         self.values: tuple[MetricValue, ...] = ()
         self.unfit: Mapping[str, tuple[str, ...]] = {}
         """Node -> reasons why nothing should start there."""
@@ -91,11 +93,13 @@ class JournalMetricsPoller:
                     if isinstance(event.payload, RunStarted):
                         self._places = RunPlaces.told(event.payload)
                     self._account.take(event)
+                if event.kind in QUARANTINE_KINDS:
+                    self._quarantines.append(event)
             self._projection.take(page.events, page.damaged)
         if not self._reader.at_end:
             return False
         self._projection.to_notify.clear()  # no notifications are sent from here
-        self.unfit = unfit_nodes(self._projection.incidents.values(), quarantined_nodes(self._journal))
+        self.unfit = unfit_nodes(self._projection.incidents.values(), nodes_quarantined_by(self._quarantines))
         now = self._clock.wall()
         view = JournalView(
             read_at=now,

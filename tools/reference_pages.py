@@ -163,12 +163,13 @@ actuator:
 |---|---|---|---|
 | `recovery` | section | mode observe | As in a [job file](job-file.md#recovery). Mode observe tells what it would do. |
 | `detector` | section | | As in a [job file](job-file.md#detector), but for `poll_seconds`, 0.5 by default. |
-| `nvsentinel` | section or null | null | What [NVSentinel](#nvsentinel) says of the nodes of an incident becomes evidence of it. null: it is not read. |
 """
     fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}
     actuators = _sections_in(fields.pop("actuator").annotation)
     (nvsentinel,) = _sections_in(fields.pop("nvsentinel").annotation)
     rows = [f"| `{n}` | {_type(f)} | {_default(f)} | {_cell(f.description or '')} |" for n, f in fields.items()]
+    said = _cell(WatchedConfig.model_fields["nvsentinel"].description or "")
+    rows.append(f"| `nvsentinel` | [section](#nvsentinel) or null | null | {said} |")
     text = head + "\n".join(rows) + "\n"
     for actuator in actuators:
         kind = typing.get_args(actuator.model_fields["kind"].annotation)[0]

@@ -6,11 +6,13 @@ that an agent repeats to a new watch are of the past and count nothing. The jour
 what is seen: recovery then reads the same records as of a run of rolecall.
 
 A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped.
+
+Only the watch that leads writes. One that stands by takes over the leader's numbers, and adds what it sees itself.
 """
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -136,8 +138,8 @@ class _Counted:
 class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
     replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
-    remembered all the same: an action on another replica must not end them. `every`: all processes of the nodes, where
-    `source` leaves other jobs out."""
+    remembered all the same: an action on another replica must not end them. `leads`: whether this watch holds the
+    lease. `every`: all processes of the nodes, where `source` leaves other jobs out."""
 
     def __init__(
         self,
@@ -145,9 +147,11 @@ class ObservedFleet:
         journal: Journal,
         clock: Clock,
         roles: frozenset[str],
+        leads: Callable[[], bool],
         every: EveryProcess | None = None,
     ) -> None:
         self._source, self._journal, self._clock, self._roles, self._every = source, journal, clock, roles, every
+        self._leads = leads
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
@@ -180,12 +184,16 @@ class ObservedFleet:
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
+        leads = self._leads()
+        if not leads:
+            self._read()
         for event in seen.events:
             self._take_event(event, seen.wall_at)
         for batch in seen.batches:
             for sample in batch.processes:
                 self._take_sample(sample)
-        self._write()
+        if leads:
+            self._write()
         batches = tuple(replace(b, processes=tuple(map(self._counted, b.processes))) for b in seen.batches)
         return replace(seen, batches=batches, events=tuple(map(self._counted, seen.events)))
 
@@ -323,21 +331,31 @@ class ObservedFleet:
         return [rank, process.node, process.pid, process.start_ticks, *registered, lives]
 
     def _read(self) -> None:
-        """What an earlier watch counted: its processes keep their numbers."""
+        """What another watch has counted since it was last read, and what this one has seen to end."""
+        replicas: dict[str, _Counted] = {}
+        of: dict[ProcessId, tuple[str, int]] = {}
         try:
-            for replica, incarnation, expected, rank, process, registered, lives in _kept(self._journal):
+            text = self._journal.flag(FLAG) or ""
+            if text == self._kept:
+                return
+            self._kept = text
+            for replica, incarnation, expected, rank, process, registered, lives in _kept(text):
                 if incarnation == UNCOUNTED:
                     continue  # those that still run are seen again
-                counted = self._replicas.setdefault(
+                counted = replicas.setdefault(
                     replica, _Counted(incarnation=incarnation, since=self._clock.monotonic(), expected=expected)
                 )
                 counted.ranks[rank] = process
                 counted.ended |= set() if lives else {process}
-                self._of[process] = replica, incarnation
+                of[process] = replica, incarnation
                 self._registered[process] = registered
         except (JournalError, ValueError, TypeError, AttributeError) as e:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
-            self._replicas, self._of, self._registered = {}, {}, {}
+            return
+        ended = [p for counted in self._replicas.values() for p in counted.ended]
+        self._replicas, self._of, self._written = replicas, of, {}
+        for process in ended:
+            self._end(process)
 
 
 def _is_replica(name: str) -> bool:
@@ -364,10 +382,10 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
     )
 
 
-def _kept(journal: Journal) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
+def _kept(text: str) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
     """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
-    for replica, (incarnation, expected, ranks) in json.loads(journal.flag(FLAG) or "{}").items():
+    for replica, (incarnation, expected, ranks) in json.loads(text or "{}").items():
         for rank, node, pid, start_ticks, *names, at, lives in ranks:
             process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
             job, rendezvous, pod_uid, slurm_step = map(str, names)
@@ -380,7 +398,7 @@ def kept_members(journal: Journal) -> list[tuple[int, Member]]:
     try:
         return [
             (n, _member(replica.removeprefix(FOREIGN), rank, p, it, foreign=replica.startswith(FOREIGN)))
-            for replica, n, _, rank, p, it, lives in _kept(journal)
+            for replica, n, _, rank, p, it, lives in _kept(journal.flag(FLAG) or "")
             if lives
         ]
     except (ValueError, TypeError, AttributeError):

@@ -296,7 +296,8 @@ def watch_run(
         polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
-            polled = fleet = ObservedFleet(polled, journal, clock, frozenset(watched.roles), every)
+            roles = frozenset(watched.roles)
+            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.acting, every)
             actuator = external = ExternalActuator(
                 target_of_config(watched.actuator),
                 journal,

@@ -25,6 +25,7 @@ from rolecall.watch.observed_fleet import (
 )
 
 S = ReplicaState
+ROLES = frozenset({"rollout"})
 
 
 def process(pid: int, node: str = "n-1", ticks: int | None = None) -> ProcessId:
@@ -45,12 +46,13 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.clock = FakeClock()
         self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
+        self.leads = True
         self.start()
 
     def start(self) -> None:
         """A watch that has just started."""
         self.source = Source()
-        self.fleet = ObservedFleet(self.source, self.journal, self.clock, frozenset({"rollout"}))
+        self.fleet = ObservedFleet(self.source, self.journal, self.clock, ROLES, lambda: self.leads)
 
     def see(
         self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
@@ -275,7 +277,7 @@ class OneRun:
 def test_processes_of_jobs_that_are_left_out_are_known_and_kept(it: Fleet) -> None:
     """A command that ends a node, or a job of Slurm, ends them too."""
     every = EveryProcess(it.source)
-    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, frozenset({"rollout"}), every)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: True, every)
     theirs = process(200)
     told = it.event(AgentEventKind.REGISTERED, theirs, A)
     it.see(
@@ -290,9 +292,39 @@ def test_processes_of_jobs_that_are_left_out_are_known_and_kept(it: Fleet) -> No
 
 def test_one_that_its_agent_no_longer_samples_has_ended(it: Fleet) -> None:
     every = EveryProcess(it.source)
-    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, frozenset({"rollout"}), every)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: True, every)
     elsewhere = process(300, node="n-2")
     it.see((A, 0, process(10)), (B, 0, process(200)), (B, 0, elsewhere))
     it.clock.advance(SILENT_SECONDS + SWEEP_SECONDS)
     it.see((A, 0, process(10)))
     assert sorted(m.pid for _, m in it.fleet.members()) == [10, 300], "the agent of n-2 does not answer"
+
+
+def test_a_watch_that_stands_by_takes_over_the_numbers_and_writes_nothing(it: Fleet) -> None:
+    """It saw the job later than the leader, or not all of it."""
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    it.see((A, 0, process(10)), dead=True)
+    for _ in range(2):
+        it.see((A, 0, process(20)), (B, 0, process(40)))
+    leader, source = it.fleet, it.source
+    it.leads = False
+    it.start()
+    it.see((A, 0, process(20)), (B, 0, process(40)))
+    assert sorted((n, m.pid) for n, m in it.fleet.members()) == [(1, 40), (2, 20)]
+
+    standby, its_source, kept = it.fleet, it.source, it.journal.flag(FLAG)
+    it.see((A, 0, process(30)), (B, 0, process(40)), events=(it.event(AgentEventKind.EXITED, process(20), A),))
+    assert it.journal.flag(FLAG) == kept and it.state(A) == (2, 2, S.SERVING, 20), "only the leader writes"
+    assert sorted((n, m.pid) for n, m in standby.members()) == [(1, 40), (3, 30)]
+
+    it.fleet, it.source, it.leads = leader, source, True
+    it.see((A, 0, process(20)), (B, 0, process(40)), events=(it.event(AgentEventKind.EXITED, process(40), B),))
+    it.fleet, it.source, it.leads = standby, its_source, False
+    it.see((A, 0, process(30)), (B, 0, process(40)))
+    assert sorted((n, m.pid) for n, m in standby.members()) == [(3, 30)], "what each of them has seen to end"
+
+    it.leads = True
+    for _ in range(2):
+        it.see((A, 0, process(30)))
+    assert it.state(A) == (3, 3, S.SERVING, 30) and it.state(B)[1:3] == (1, S.STOPPED)

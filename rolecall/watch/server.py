@@ -121,8 +121,7 @@ def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) ->
     """Node -> reasons why nothing should start there: open incidents whose newest diagnosis is a fault that stays with
     the node, and its quarantine. A crash or hang there is none."""
     found: dict[str, list[str]] = {}
-    for node in sorted(quarantined):
-        found.setdefault(node, []).append("it is quarantined")
+    found |= {str(node): ["it is quarantined"] for node in quarantined}
     for incident in incidents:
         diagnosis = incident.diagnosis
         if incident.state is not IncidentState.CLOSED and diagnosis.fault_class.spec.remedy is Remedy.MOVE:

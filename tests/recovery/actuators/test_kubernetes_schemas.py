@@ -113,7 +113,8 @@ def test_a_deletion_is_asked_for_as_rays_own_autoscaler_does() -> None:
     _, (call, _, _), _ = changes(kuberay(), fake)
     theirs = provider.worker_delete_patch("1", ["w-1"])
     assert [call.body[-1][key] for key in ("path", "value")] == [theirs["path"], theirs["value"]]
-    assert urlsplit(call.url).path == urlsplit(provider.url_from_resource(NAMESPACE, "rayclusters/ray")).path
+    place = provider.url_from_resource(NAMESPACE, "rayclusters/ray", kubernetes_host="https://k:443")
+    assert urlsplit(call.url).path == urlsplit(place).path
 
 
 # --- the fake refuses what a server would ---------------------------------------------------------------------------

@@ -120,8 +120,7 @@ class JournalMetricsPoller:
 def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) -> dict[str, tuple[str, ...]]:
     """Node -> reasons why nothing should start there: open incidents whose newest diagnosis is a fault that stays with
     the node, and its quarantine. A crash or hang there is none."""
-    found: dict[str, list[str]] = {}
-    found |= {str(node): ["it is quarantined"] for node in quarantined}
+    found = {str(node): ["it is quarantined"] for node in quarantined}
     for incident in incidents:
         diagnosis = incident.diagnosis
         if incident.state is not IncidentState.CLOSED and diagnosis.fault_class.spec.remedy is Remedy.MOVE:

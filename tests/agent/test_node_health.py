@@ -2,8 +2,12 @@
 else."""
 
 import json
+import socketserver
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from rolecall.watch.meter import Meter
 from rolecall.watch.server import WatchServer
 from tests.agent.processes import AgentProcess
 from tests.recovery.world import World
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 NODE = NodeId("gpu-3")
 XID = {"xid": "79", "gpu": "3", "line": "NVRM: Xid (PCI:0000:3b:00): 79, ..."}
@@ -317,3 +321,47 @@ def test_nvrx_takes_the_node_for_what_it_is(node: Watched, tmp_path: Path) -> No
         assert nvrx.NodeHealthCheck(endpoint=str(socket))() is False
         node.event(K.GPU_RECOVERED, gpu="2")
         assert nvrx.NodeHealthCheck(endpoint=str(socket))() is True
+
+
+def free_port() -> int:
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        return int(server.server_address[1])
+
+
+RANK = "open(__import__('sys').argv[1], 'w').close()"
+
+
+def launched(socket: Path, port: int, started: Path) -> "subprocess.CompletedProcess[str]":
+    """NVRx's launcher with one rank on this node; the rank makes the file `started`."""
+    script = started.with_suffix(".py")
+    script.write_text(RANK)
+    options = ["--nnodes=1", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d", "--rdzv-id=t"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--ft-node-health-check-endpoint={socket}"]
+    main = "from nvidia_resiliency_ext.fault_tolerance.launcher import main; main()"  # as the command `ft_launcher`
+    command = [sys.executable, "-c", main, *options, str(script), str(started)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS + 60, check=False)
+
+
+@pytest.mark.slow
+def test_ft_launcher_starts_ranks_on_a_healthy_node_only(config: Path, tmp_path: Path) -> None:
+    """Real code, where the package is installed: its launcher, an agent, and an XID in the kernel's log."""
+    pytest.importorskip("nvidia_resiliency_ext.fault_tolerance.launcher")
+    log = tmp_path / "kern.log"
+    log.touch()
+    config.write_text(config.read_text().replace("kernel_log: {enabled: false}", f"kernel_log: {{path: {log}}}"))
+    agent = AgentProcess(tmp_path / "node", "--config", str(config), "--port", "0")
+    socket = tmp_path / "node" / HEALTH_SOCKET_NAME
+    try:
+        healthy = launched(socket, free_port(), tmp_path / "first")
+        assert healthy.returncode == 0 and (tmp_path / "first").exists(), healthy.stderr[-2000:]
+        at = datetime.now().astimezone().isoformat()
+        with log.open("a") as f:
+            f.write(
+                f"{at} {NODE} kernel: NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=python, GPU has fallen off the bus.\n"
+            )
+        eventually(lambda: not asked(socket).success, "the agent has read the line")
+        ill = launched(socket, free_port(), tmp_path / "second")
+        assert ill.returncode != 0 and not (tmp_path / "second").exists()
+        assert "XID 79" in ill.stdout + ill.stderr, "its log says why"
+    finally:
+        agent.close()

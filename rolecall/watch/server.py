@@ -80,8 +80,8 @@ class JournalMetricsPoller:
         self._places = RunPlaces()
         self._quarantines: list[Event] = []
         self.values: tuple[MetricValue, ...] = ()
-        self.unfit: Mapping[str, tuple[str, ...]] = {}
-        """Node -> reasons why nothing should start there."""
+        self.unfit: Mapping[str, tuple[str, ...]] | None = None
+        """Node -> reasons why nothing should start there. None: not known yet."""
 
     def poll(self) -> bool:
         """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
@@ -218,8 +218,10 @@ class WatchServer:
         node = request.query_params.get("node", "")
         if not node:
             raise HTTPException(HTTPStatus.BAD_REQUEST, "node: expected the name of a node")
-        reasons = self._poller.unfit.get(node, ())
-        return json_response({"node": node, "unfit": reasons, "acting": self._meter.view.acting})
+        unfit = self._poller.unfit
+        if unfit is None:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the journal is not read yet")
+        return json_response({"node": node, "unfit": unfit.get(node, ()), "acting": self._meter.view.acting})
 
     def healthz(self, _request: Request) -> Response:
         age = self._tick_age()

@@ -31,7 +31,7 @@ from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.node_faults import FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS
 from rolecall.watch.addresses import ListenAddress
 from rolecall.watch.meter import Meter
-from rolecall.watch.server import WatchServer
+from rolecall.watch.server import JournalMetricsPoller, WatchServer
 from tests.agent.processes import AgentProcess
 from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
@@ -272,6 +272,21 @@ def watching(world: World, path: Path) -> Iterator[WatchServer]:
         server.close()
 
 
+def heard(url: str, node: NodeId) -> tuple[str, ...]:
+    """None of its reasons before it has read the journal: then it answers with status 503."""
+    try:
+        return ask_watch(url, node)
+    except ValueError:
+        return ()
+
+
+def test_a_watch_that_has_not_read_its_journal_calls_no_node_fit(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    poller = JournalMetricsPoller(world.journal, parse_job({}), "test-run", world.clock, ours=False)
+    assert poller.unfit is None
+    assert poller.poll() and poller.unfit == {}
+
+
 @pytest.mark.parametrize(("fault", "unfit"), [(FaultClass.GPU, True), (FaultClass.CRASH, False)])
 def test_a_watch_tells_of_incidents_that_stay_with_the_node(tmp_path: Path, fault: FaultClass, unfit: bool) -> None:
     world = World(tmp_path, mode="observe")
@@ -283,12 +298,12 @@ def test_a_watch_tells_of_incidents_that_stay_with_the_node(tmp_path: Path, faul
     node = NodeId(next(s.node for s in incident.diagnosis.suspects if s.node))
     with watching(world, tmp_path) as server:
         if unfit:
-            eventually(lambda: ask_watch(server.url, node), "the journal is read")
+            eventually(lambda: heard(server.url, node), "the journal is read")
             (because,) = ask_watch(server.url, node)
             assert because.startswith(f"incident {incident.incident_id}: ")
         else:
             world.journal.append(NodeQuarantined(node="node-9", by="me", because="it smells"))
-            eventually(lambda: ask_watch(server.url, NodeId("node-9")), "the journal is read")
+            eventually(lambda: heard(server.url, NodeId("node-9")), "the journal is read")
             assert ask_watch(server.url, node) == ()
         assert ask_watch(server.url, NodeId("another")) == ()
 

@@ -26,7 +26,7 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 
 DETECTOR = "skipped_collective"
 RANKS_MIN = 2
-USUAL_MIN, USUAL_KEPT = 8, 32
+USUAL_MIN, USUAL_KEPT = 2, 32
 """Steps of two ranks: that must have been seen, and that are remembered."""
 STANDING_SECONDS = 1.0
 ABORT_SIGNALS = ("6", "SIGABRT")
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Usual:
+class UsualCollectives:
     """Collectives that both ranks of a replica entered between two steps, in the steps that were seen."""
 
     steps: int = -1  # finished before the newest of them
@@ -63,7 +63,7 @@ class SkippedCollectiveStage(Stage):
     name = DETECTOR
 
     def __init__(self) -> None:
-        self.state: dict[str, Usual] = {}  # by replica, of two ranks
+        self.state: dict[str, UsualCollectives] = {}  # by replica, of two ranks
 
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
         self._learn(tick)
@@ -88,7 +88,7 @@ class SkippedCollectiveStage(Stage):
             one, other = map(_place_of, ranks)
             if one is None or other is None or not (one.begun and other.begun) or one.steps != other.steps:
                 continue
-            usual = self.state.setdefault(replica, Usual())
+            usual = self.state.setdefault(replica, UsualCollectives())
             if one.steps != usual.steps and one.between == other.between:
                 usual.steps = one.steps
                 usual.between.append(one.between)
@@ -113,7 +113,7 @@ class SkippedCollectiveStage(Stage):
         least = min((p.between for p in known), default=0)
         if len(places) == 2:
             # The number of the other one, which may be aborted, does not count.
-            usual = self.state.get(replica, Usual()).least
+            usual = self.state.get(replica, UsualCollectives()).least
             if alone.between >= usual:
                 return None
             least = max(least, alone.between + 1)

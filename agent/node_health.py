@@ -136,7 +136,10 @@ def ask_watch(url: str, node: NodeId) -> tuple[str, ...]:
     )
     if answer.status != 200:
         raise ValueError(f"{url} answers with status {answer.status}")
-    value = json.loads(answer.body)
+    try:
+        value = json.loads(answer.body)
+    except RecursionError:
+        raise ValueError(f"{url}: the answer is nested too deeply") from None
     reasons = value.get("unfit") if isinstance(value, dict) else None
     if not isinstance(reasons, list) or not all(isinstance(text, str) for text in reasons):
         raise ValueError(f"{url}: the answer has no list `unfit`")

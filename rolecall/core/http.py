@@ -57,11 +57,14 @@ def request(
     `ca_path`: certificates of the authorities to trust, instead of the system's.
 
     Raises:
-        HttpFailed: no response in time, not HTTP, or more than `bytes_max` bytes.
+        HttpFailed: no response in time, not HTTP, more than `bytes_max` bytes, or a header that cannot be sent.
     """
     import httpx
 
     asked = {"Accept-Encoding": "identity", **(headers or {})}
+    for name, value in asked.items():
+        if not (value.isascii() and value.isprintable()):  # httpx's own error shows the value, which may be a token
+            raise HttpFailed(f"the value of {name} has a character that HTTP does not allow, such as the end of a line")
     # Not `asyncio.run`: it would finally wait for a name lookup that hangs in another thread.
     loop = asyncio.new_event_loop()
     try:

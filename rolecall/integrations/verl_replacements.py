@@ -257,11 +257,20 @@ class Replacements:
             if all(p["alive"] for p in self._cluster.processes(replica)):
                 continue
             number = int(replica.replica_rank)
-            logger.warning("rolecall: rollout replica %s has ended, and is left out of weight updates", number)
-            await route.remove(replica)
+            try:
+                await route.remove(replica)
+            except Exception as e:  # noqa: BLE001 the next one may be left out all the same
+                logger.warning(
+                    "rolecall cannot leave out rollout replica %s, which has ended: %s: %s", number, type(e).__name__, e
+                )
+                continue
             manager.remove_replicas([replica])
             with self._lock:
                 self._ended[number] = manager, replica
+            logger.warning("rolecall: rollout replica %s has ended, and is left out of weight updates", number)
+            for it in self._due():
+                if it.phase == JOINING and it.new is replica:
+                    self._fail(it, "the new engine ended before it got requests")
 
     def _replace(self, it: Replacement) -> None:
         with self._lock:

@@ -157,7 +157,7 @@ class ObservedFleet:
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
         self._registered: dict[ProcessId, _Registered] = {}
         self._written: dict[str, tuple[int, ReplicaState]] = {}
-        self._kept = ""
+        self._kept, self._led = "", False
         self._read()
 
     def members(self) -> list[tuple[int, Member]]:
@@ -185,8 +185,9 @@ class ObservedFleet:
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
         leads = self._leads()
-        if not leads:
+        if not (leads and self._led):  # the leader before may have written since this one last read
             self._read()
+        self._led = leads
         for event in seen.events:
             self._take_event(event, seen.wall_at)
         for batch in seen.batches:

@@ -23,7 +23,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
-from rolecall.core.http import HttpFailed
+from rolecall.core.http import HttpAnswer, HttpFailed
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.payloads import NodeQuarantined
 from rolecall.core.rundir import RunDir
@@ -316,6 +316,14 @@ def test_another_answer_than_a_watchs_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="status 404"):
             ask_watch(f"{server.url}/other", NODE)
     with pytest.raises(HttpFailed):
+        ask_watch("http://127.0.0.1:9", NODE)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that keeps the agent from telling its own faults."""
+    answer = HttpAnswer(200, b"[" * 200_000)
+    monkeypatch.setattr("rolecall.agent.node_health.request", lambda *_, **__: answer)
+    with pytest.raises(ValueError, match="nested too deeply"):
         ask_watch("http://127.0.0.1:9", NODE)
 
 

@@ -96,3 +96,10 @@ def test_a_name_lookup_that_hangs_ends_with_the_deadline(monkeypatch: pytest.Mon
         assert failed.value.late and not ended.is_set(), "the request waited for the lookup"
     finally:
         released.set()
+
+
+@pytest.mark.parametrize("token", ["secret-1\nsecret-2", "secret-\x00", "secret-\xe9"])
+def test_a_header_that_cannot_be_sent_is_told_without_its_value(server: PageServer, token: str) -> None:
+    with pytest.raises(HttpFailed, match="the value of Authorization has a character") as e:
+        request("GET", server.url, deadline_seconds=5.0, bytes_max=100, headers={"Authorization": f"Bearer {token}"})
+    assert "secret-" not in str(e.value)

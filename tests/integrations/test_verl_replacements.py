@@ -207,6 +207,31 @@ def test_a_new_engine_that_the_balancer_did_not_take_is_offered_again() -> None:
     assert job.manager.updated[-1] == ["e0", "e2", "new-1"], "not twice"
 
 
+def test_a_new_engine_that_ends_before_the_balancer_took_it_may_be_ordered_again() -> None:
+    job = started(fake_job())
+    job.balancer.fails = True
+    job.update()
+    assert job.phase("k") == "joining"
+    job.balancer.fails = False
+    job.cluster.dead.add("new-1")
+    job.update()
+    assert job.phase("k") == "failed" and job.manager.updated[-1] == ["e0", "e2"]
+    job.replacements.order("again", 1, "new-1", 60)
+    job.update()
+    job.run_threads()
+    job.update()
+    assert job.phase("again") == "serving" and job.manager.updated[-1] == ["e0", "e2", "new-2"]
+
+
+def test_an_ended_replica_that_the_balancer_keeps_does_not_keep_the_next_one() -> None:
+    job = fake_job(4)
+    job.update()
+    job.cluster.dead.update({"e1", "e2"})
+    job.balancer.refuses = {"e1"}
+    job.update()
+    assert job.manager.updated[-1] == ["e0", "e1", "e3"] and job.balancer.engines == {"e0", "e1", "e3"}
+
+
 def test_an_engine_that_does_not_start_is_told_and_may_be_ordered_again() -> None:
     job = fake_job()
     job.update()

@@ -59,9 +59,12 @@ class Balancer:
     def __init__(self, manager: Manager) -> None:
         self.engines = {r.engine for r in manager.replicas}
         self.fails = False
+        self.refuses = set[str]()  # engines that it does not give up
 
     async def remove(self, replica: Replica) -> None:
         self._check()
+        if replica.engine in self.refuses:
+            raise LookupError("no other server gets requests")
         self.engines.discard(replica.engine)
 
     async def add(self, replica: Replica) -> None:

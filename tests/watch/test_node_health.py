@@ -155,3 +155,21 @@ def test_it_is_off_unless_the_watch_file_has_it() -> None:
     assert config is not None and config.api == "https://kubernetes.default.svc" and config.label_prefix == PREFIX
     with pytest.raises(ConfigError, match=r"nvsentinel\.api"):
         parse_watched({"nvsentinel": {"api": "ftp://x"}})
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"secret-1\nsecret-2\n", "the value of Authorization has a character that HTTP does not allow"),
+        (b"\xff\xfe", "is not text"),
+    ],
+)
+def test_a_file_that_holds_no_token_is_told_without_its_content(
+    fake: FakeKubernetes, tmp_path: Path, content: bytes, why: str
+) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(content)
+    with served(fake, "secret") as url:
+        found = NvSentinelHealth(NvSentinelConfig(api=url, token_path=str(token), ca_path=""))([NODE])
+    (missing,) = found.missing
+    assert why in missing and "secret-" not in missing and found.statements == () and fake.asked == []

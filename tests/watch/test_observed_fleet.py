@@ -328,3 +328,21 @@ def test_a_watch_that_stands_by_takes_over_the_numbers_and_writes_nothing(it: Fl
     for _ in range(2):
         it.see((A, 0, process(30)))
     assert it.state(A) == (3, 3, S.SERVING, 30) and it.state(B)[1:3] == (1, S.STOPPED)
+
+
+def test_a_watch_that_takes_over_knows_what_the_leader_wrote_last(it: Fleet) -> None:
+    """The leader writes once more, and ends, between two polls of the one that stands by."""
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    leader, source = it.fleet, it.source
+    it.leads = False
+    it.start()
+    it.see((A, 0, process(10)))
+    standby, its_source = it.fleet, it.source
+    it.fleet, it.source, it.leads = leader, source, True
+    for pid in (20, 30):
+        it.see((A, 0, process(pid)))
+    it.fleet, it.source = standby, its_source
+    it.see((A, 0, process(30)))
+    assert sorted((n, m.pid) for n, m in it.fleet.members()) == [(3, 30)]
+    assert sorted((n, m.pid) for n, m in kept_members(it.journal)) == [(3, 30)]

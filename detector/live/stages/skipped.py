@@ -112,11 +112,11 @@ class SkippedCollectiveStage(Stage):
             return None
         least = min((p.between for p in known), default=0)
         if len(places) == 2:
-            # The number of the other one, which may be aborted, does not count.
             usual = self.state.get(replica, UsualCollectives()).least
             if alone.between >= usual:
                 return None
-            least = max(least, alone.between + 1)
+            if not known:  # the number of an aborted one may be too small
+                least = alone.between + 1
         if least <= alone.between:
             return None
         subject = alone.subject

@@ -56,9 +56,14 @@ class NvSentinelHealth:
         """The Node object. Raises HttpFailed: no answer; ValueError: no Node, with the reason."""
         config = self._config
         headers = {"Accept": "application/json"}
-        try:
-            if config.token_path:
+        if config.token_path:
+            try:
                 headers["Authorization"] = "Bearer " + Path(config.token_path).read_text(encoding="utf-8").strip()
+            except OSError as e:
+                raise ValueError(f"{config.token_path}: {os_reason(e)}") from None
+            except ValueError:
+                raise ValueError(f"{config.token_path} is not text") from None
+        try:
             answer = request(
                 "GET",
                 f"{config.api.rstrip('/')}/api/v1/nodes/{quote(node, safe='')}",

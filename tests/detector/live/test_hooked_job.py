@@ -234,6 +234,16 @@ def test_of_two_ranks_the_one_that_enters_more_than_usual_is_the_odd_one_and_non
     assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
 
 
+def test_of_two_ranks_the_one_that_went_on_is_not_named_if_the_other_has_entered_no_more() -> None:
+    """A step with fewer collectives than those before, say, and a rank that hangs at its end."""
+    job = Job(2)
+    job.run(12.0)
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step}
+    job.stand({1: {"phase": "step", **begun}, 0: {"phase": "wait", "collectives_issued": 3 * step}})
+    assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
+
+
 def test_of_two_ranks_none_is_named_before_their_usual_number_is_known() -> None:
     job = Job(2)
     job.run(1.0)

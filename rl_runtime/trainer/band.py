@@ -12,7 +12,8 @@ gradient of 0 comes from groups with equal rewards: it is neither judged nor lea
 
 Those that were outside and are committed all the same are proven right: while they are remembered, up to
 `PROVEN_FACTOR` x the farthest of them is usual, too. A policy that has learned its task has many tiny gradients and a
-large one now and then, each of which would else cost a second computation.
+large one now and then, each of which would else cost a second computation. Those of the warm-up were not judged, and
+prove nothing: the ones that are outside at its end are forgotten.
 """
 
 import math
@@ -53,22 +54,31 @@ class LearnedBand:
     def after(self, committed: Iterable[MicrobatchNumbers]) -> Self:
         """The band with one more step's microbatches."""
         new = tuple(n for n in committed if n.grad_norm > 0.0)
-        return type(self)((*self.learned, *new)[-REMEMBERED:])
+        band = type(self)((*self.learned, *new)[-REMEMBERED:])
+        if len(self.learned) < WARM_UP:
+            band = type(self)(tuple(n for n in band.learned if not band._outside(n, proven=False)))
+        return band
 
     def outside(self, numbers: MicrobatchNumbers) -> str:
         """The number that is far outside, with the limit; empty if none is, or too little is learned."""
+        return self._outside(numbers, proven=True)
+
+    def _outside(self, numbers: MicrobatchNumbers, *, proven: bool) -> str:
+        """`proven`: whether what is remembered from outside widens the band."""
         if len(self.learned) < WARM_UP or not numbers.grad_norm > 0.0:
             return ""
         losses = [n.loss for n in self.learned]
         middle = median(losses)
         room = LOSS_SPREADS * max(_spread(losses, middle), LOSS_SPREAD_MIN)
-        room = max([room, *(PROVEN_FACTOR * far for far in (abs(loss - middle) for loss in losses) if far > room)])
+        if proven:
+            room = max([room, *(PROVEN_FACTOR * far for far in (abs(loss - middle) for loss in losses) if far > room)])
         if abs(numbers.loss - middle) > room:
             return f"loss {numbers.loss:.3g}, usually {middle:.3g} and at most {room:.3g} from it"
         logs = [math.log(n.grad_norm) for n in self.learned]
         usual = median(logs)
         limit = usual + max(NORM_SPREADS * _spread(logs, usual), math.log(NORM_FACTOR))
-        limit = max([limit, *(log + math.log(PROVEN_FACTOR) for log in logs if log > limit)])
+        if proven:
+            limit = max([limit, *(log + math.log(PROVEN_FACTOR) for log in logs if log > limit)])
         if math.log(numbers.grad_norm) > limit:
             return (
                 f"gradient norm {numbers.grad_norm:.3g}, usually {math.exp(usual):.3g} and at most "

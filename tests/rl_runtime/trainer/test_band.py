@@ -64,6 +64,15 @@ def test_nothing_is_outside_before_enough_is_learned() -> None:
     assert learned(WARM_UP).outside(numbers(9.0, 900.0))
 
 
+@pytest.mark.parametrize("wrong", [numbers(9.0, 1.0), numbers(0.0, 900.0)])
+def test_what_was_not_judged_in_the_warm_up_does_not_widen_the_band(wrong: MicrobatchNumbers) -> None:
+    healthy = learned(WARM_UP + 20).learned
+    band = LearnedBand().after([*healthy[:10], wrong])
+    assert wrong in band.learned, "too few others to tell"
+    band = band.after(healthy[10:])
+    assert band.learned == healthy and band.outside(wrong)
+
+
 def test_healthy_numbers_are_hardly_ever_outside() -> None:
     found = sum(bool(learned(64, seed).outside(n)) for seed in range(20) for n in learned(100, seed + 100).learned)
     assert found == 0

@@ -94,7 +94,13 @@ class KubeRay:
                 if group is not None and group.listed == names:
                     asked.clear()
                     return (yield from self._wait_and_clear(cluster, group, names, pods, done))
-            pods, by_node = yield from self._find(order, n)
+            try:
+                pods, by_node = yield from self._find(order, n)
+            except HasEnded as e:
+                if not done or any(m.node != order.node for m in order.members):
+                    raise
+                # Drained with its node, whose cordon was waited for: KubeRay makes another one.
+                return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended: {e}{done}"))
             group = self._group_of(cluster, pods)
             names = tuple(p.name for p in pods)
             existing = yield from self._existing(group, n)

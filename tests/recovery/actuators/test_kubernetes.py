@@ -542,6 +542,14 @@ def test_nvsentinel_cordons_the_node_of_a_worker_of_ray(ray: FakeKubernetes) -> 
     assert "RayCluster ray deleted w-1; NVSentinel has cordoned node node-1" in it.done and ray.ended == [uid]
 
 
+def test_a_worker_of_ray_that_nvsentinel_has_drained_is_not_deleted_again(ray: FakeKubernetes) -> None:
+    """KubeRay has made another pod before the RayCluster could be changed."""
+    ray.nvsentinel, uid = "drains", ray.uid("w-1")
+    it = run_ray(ray, on_node(leave_node=True), cordon_by="nvsentinel")
+    assert it.done.startswith("rollout/1#2 has ended: ") and "NVSentinel has cordoned node node-1" in it.done
+    assert ray.ended == [uid] and listed(ray) == [None, None]
+
+
 def test_a_dry_run_names_the_request_to_nvsentinel(fake: FakeKubernetes, tmp_path: Path) -> None:
     fake.nvsentinel = "cordons"
     (tmp_path / "token").write_text("secret")

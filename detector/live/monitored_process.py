@@ -411,9 +411,10 @@ def advance(
     # A unit may be much shorter than a sample interval: a process that changed phase may have worked in between.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
-        finished = sample.work_units - previous.work_units
-        if gaps is not None and finished > 0 and subject.experienced and not subject.tainted:
-            gaps.add(subject.role, UNITS, (sample.busy_seconds - previous.busy_seconds) / finished)
+        finished, busy = sample.work_units - previous.work_units, sample.busy_seconds - previous.busy_seconds
+        # Without seconds they were not measured.
+        if gaps is not None and finished > 0 and busy > 0.0 and subject.experienced and not subject.tainted:
+            gaps.add(subject.role, UNITS, busy / finished)
         subject.worked += units
         subject.worked_wall = now
     if _POSITION(previous) != _POSITION(sample):

@@ -241,3 +241,22 @@ def test_a_hang_in_a_phase_too_short_to_have_been_sampled_is_found_in_time(kind:
     worker.fault = FakeFault(kind)
     reported = [d for o in fleet.run(8.0) for d in detector.observe(o)]
     assert {d.key for d in reported} == {"hang:reward/1#1"}
+
+
+def _without_seconds(seen: Observation, role: str) -> Observation:
+    batches = tuple(
+        replace(b, processes=tuple(replace(s, busy_seconds=0.0) if s.role == role else s for s in b.processes))
+        for b in seen.batches
+    )
+    return replace(seen, batches=batches)
+
+
+def test_units_whose_seconds_are_not_measured_give_no_deadline() -> None:
+    """A reward worker that counts its answers and no more. One that takes seconds may be a long one."""
+    fleet, detector = FakeFleet(), LiveDetector(CONFIG)
+    for o in fleet.run(60.0):
+        assert detector.observe(_never_sampled(_without_seconds(o, "reward"), "reward", Phase.SCORE)) == []
+    worker = fleet.processes["reward/1"]
+    worker.enter(Phase.SCORE, fleet.now, units=8)
+    worker.fault = FakeFault("read")
+    assert [d for o in fleet.run(8.0) for d in detector.observe(_without_seconds(o, "reward"))] == []

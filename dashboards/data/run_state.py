@@ -51,6 +51,8 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         kind = "note" if word == "Starting" else "good"
         if word == "Watched" and not (snapshot.observed or snapshot.projection.incidents):
             kind, word = "note", "Not started"
+        elif word == "Watched" and snapshot.observed and not any(r.alive_at(snapshot.at) for r in snapshot.observed):
+            kind, word = "warn", "Watched: no rank is alive"
     num = len(still_open)
     counted = f"{num} open incident{'s' if num != 1 else ''}" if num else "no open incidents"
     if run.ended:
@@ -63,8 +65,10 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
             kind = "warn"
         if unwatched:
             kind = "bad"
-            word, unwatched = (unwatched.capitalize(), "") if word == "Watched" else (word, unwatched)
+            word, unwatched = (unwatched.capitalize(), "") if word.startswith("Watched") else (word, unwatched)
     step = f"step {run.step + 1:,}" + (f" of {run.num_steps:,}" if run.num_steps else "") if run.step >= 0 else ""
+    if run.step < 0 and snapshot.course:
+        step = f"step {snapshot.course[-1].step:,}"
     took = f"for {age(run.elapsed_seconds)}" if run.started_at is not None and not run.ended and not stalled else ""
     mode = f"mode {snapshot.mode}" if snapshot.mode and not run.ended else ""
     mode += ": no action is taken" if snapshot.mode == MODE_OBSERVE and mode else ""

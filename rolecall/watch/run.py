@@ -57,9 +57,11 @@ from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.node_health import NvSentinelHealth
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
+from rolecall.watch.job_facts import getter
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.observed_fleet import EveryProcess, ObservedFleet
 from rolecall.watch.server import WatchServer
+from rolecall.watch.visibility import RecordedCapabilities
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +295,17 @@ def watch_run(
         elif not ours and not only_job:
             chosen = first = FirstJobSource(chosen)
             other_jobs = lambda: first.others
-        polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
+        polled: ObservationSource = source
+        if not ours:
+            polled = RecordedCapabilities(
+                RecordedRanks(UniqueReplicaSource(chosen), journal, clock),
+                journal,
+                clock,
+                urls=lambda: listed.newest,
+                get=getter(lambda url: authorization or evidence_authorization(url)),
+                may_read_stacks=lambda url: evidence_authorization(url).startswith("Bearer "),
+                watched=watched if watched.actuator is not None else None,
+            )
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
             roles = frozenset(watched.roles)

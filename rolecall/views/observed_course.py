@@ -7,6 +7,7 @@ course is cut there.
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +54,19 @@ def point_of(samples: Sequence[ProcessSample]) -> CoursePoint | None:
         if known:
             values[name] = sum(known) / len(known)
     return CoursePoint(step=step, at=at, values=values)
+
+
+def step_at(course: Sequence[CoursePoint], at: float) -> int | None:
+    """The step that was worked on at `at` (wall seconds), between two points by their times. None: before the first."""
+    after = bisect_right(course, at, key=lambda p: p.at)
+    if after == 0:
+        return None
+    before = course[after - 1]
+    if after == len(course):
+        return before.step
+    following = course[after]
+    share = (at - before.at) / (following.at - before.at)
+    return before.step + int(share * (following.step - before.step))
 
 
 class Course:

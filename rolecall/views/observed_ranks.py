@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 from rolecall.core.clock import Clock
@@ -131,7 +131,7 @@ def from_json(text: str | None) -> tuple[ObservedRank, ...]:
 
 
 def _rank(row: list[Any]) -> ObservedRank:
-    rank = ObservedRank(*row)
+    rank = ObservedRank(*row[: len(fields(ObservedRank))])  # a later watch may write more
     return replace(rank, phases=tuple((str(name), float(share)) for name, share in rank.phases))
 
 

@@ -27,6 +27,8 @@ from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import chosen_run, draw_chart, page
 from rolecall.dashboards.pages.style import (
     STATES,
+    Cell,
+    Mark,
     band_legend,
     banner,
     card,
@@ -120,16 +122,18 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     shown = view.headline_figures(snapshot)
     if shown:
         st.html(figures(shown))
+    _draw_ranks(snapshot)
     found, events = view.roles(snapshot), view.recent_events(snapshot)
     left, right = st.columns([3, 2], gap="medium") if found and events else (st.container(), st.container())
     with left:
         _draw_replicas(found)
+        _draw_phases(snapshot)
     with right:
         if events:
             st.subheader("Last events")
             when = "time (UTC)" if snapshot.run.ended else "ago"
             st.html(f'<div class="rc-events">{table([when, "event"], events, narrow=1)}</div>')
-    _draw_watched_job(snapshot)
+    _draw_capabilities(snapshot)
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
@@ -198,28 +202,33 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
         )
 
 
-def _draw_watched_job(snapshot: JournalSnapshot) -> None:
-    """Ranks of a job that rolecall only watches, where their time goes, and what can be seen of it."""
+def _draw_ranks(snapshot: JournalSnapshot) -> None:
+    """Of a job that rolecall only watches."""
     if not snapshot.observed:
         return
     st.subheader("Ranks")
     head, rows = watched_job.rank_table(snapshot)
     st.html(table(head, rows[:RANKS_MAX], stack=True))
-    more = f" and {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""
-    st.caption(
-        "The worst first. Step time: mean of the last minute. Own time: the part of a unit of work in which the rank "
-        f"does not wait for others, so a slow rank stands out there.{more}"
-    )
+    more = f" And {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""
+    if "own time" in head:
+        st.caption(
+            "The worst first. Step time: mean of the last minute. Own time: the part of a unit of work in which the "
+            f"rank does not wait for others, so a slow rank stands out there.{more}"
+        )
+    elif more:
+        st.caption(f"The worst first.{more}")
+
+
+def _draw_phases(snapshot: JournalSnapshot) -> None:
     phases = watched_job.role_phases(snapshot)
     if phases:
         st.subheader("Where the time goes")
     for role in phases:
-        step = "" if role.step_seconds is None else f", a step takes {seconds(role.step_seconds)}"
+        step = "" if role.step_seconds is None else f", a step takes {watched_job.brief(role.step_seconds)}"
         st.html(
             f'<p class="rc"><b>{escape(role.role, 60)}</b> <span class="rc-soft">'
             f"{counted(role.num_ranks, 'rank')}{step}</span></p>{stacked(role.segments)}"
         )
-    _draw_capabilities(snapshot)
 
 
 def _draw_capabilities(snapshot: JournalSnapshot) -> None:
@@ -227,18 +236,12 @@ def _draw_capabilities(snapshot: JournalSnapshot) -> None:
     if not found:
         return
     st.subheader("What rolecall can see, name and replace here")
-    working = watched_job.works(found)
-    st.html(
-        '<div class="rc">'
-        + "".join(
-            f'<p><b class="rc-good">● {escape(about)}</b> {escape(", ".join(names), 600)}</p>'
-            for about, names in working.items()
-        )
-        + "</div>"
-    )
-    missing = watched_job.missing(found)
-    if missing:
-        st.html(table(["", "what", "ranks", "why", "what to do"], missing, stack=True))
+    rows: list[list[Cell]] = [
+        [Mark("good", about), "all ranks", "; ".join(names), "", ""]
+        for about, names in watched_job.works(found).items()
+    ]
+    rows += watched_job.missing(found)
+    st.html(table(["", "ranks", "what", "why", "what to do"], rows, narrow=2, stack=True))
     absent = watched_job.absent(found)
     st.caption(
         (f"Not there: {plain(absent, 300)}. " if absent else "")

@@ -91,6 +91,11 @@ def _ratio(rank: ObservedRank, own: Sequence[float]) -> float | None:
     return rank.own_seconds / usual if usual > 0 else None
 
 
+def brief(value: float | None) -> str:
+    """Seconds, in milliseconds where they are few; empty: not known."""
+    return f"{1000 * value:.3g} ms" if value is not None and value < 0.1 else seconds(value, "")
+
+
 def named_suspects(snapshot: JournalSnapshot) -> frozenset[tuple[str, int | None]]:
     return frozenset((s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects)
 
@@ -113,7 +118,7 @@ def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
         alive, phases = r.alive_at(now), [name for name, _ in r.phases]
         own: Cell = ""
         if r.own_seconds is not None:
-            own = Bar(r.own_seconds / (longest[_role(r)] or 1.0), seconds(r.own_seconds), states[r].kind)
+            own = Bar(r.own_seconds / (longest[_role(r)] or 1.0), brief(r.own_seconds), states[r].kind)
         return [
             Mark(states[r].kind, states[r].word),
             plain(r.replica, 80),
@@ -122,7 +127,7 @@ def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
             str(r.pid),
             phase_word(r.phase, phases) if alive else "",
             f"{r.step:,}" if r.step >= 0 else "",
-            seconds(r.step_seconds, ""),
+            brief(r.step_seconds),
             own,
             "" if r.progress_at is None else f"{age(max(0.0, now - r.progress_at))} ago",
             BY.get(r.reports_by, f"rule {plain(r.reports_by, 40)}"),
@@ -164,7 +169,7 @@ def role_phases(snapshot: JournalSnapshot) -> tuple[RolePhases, ...]:
             Segment(
                 share=share,
                 name=phase_word(name, shares),
-                text=percent(share, 1) + (f", {seconds(share * step)} of a step" if step is not None else ""),
+                text=percent(share, 1) + (f", {brief(share * step)} of a step" if step is not None else ""),
                 colour=PHASE_COLOURS.get(name, OTHER_COLOUR),
             )
             for name, share in sorted(shares.items(), key=lambda kv: -kv[1])
@@ -213,7 +218,7 @@ def figures_of(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
         ("nodes", f"{len(nodes):,}", plain(next(iter(nodes)), 80) if len(nodes) == 1 else ""),
         ("step of the job", f"{step:,}" if step >= 0 else "", lagging),
-        ("time per step", seconds(max(took), "") if took else "", "of the slowest rank, in the last minute"),
+        ("time per step", brief(max(took)) if took else "", "of the slowest rank, in the last minute"),
         *((name, f"{newest[name]:.4g}" if name in newest else "", "newest that was told") for name in reversed(VALUES)),
         ("last progress", f"{age(max(0.0, snapshot.at - max(progress)))} ago" if progress else "", "of any rank"),
         ("last sample", f"{age(max(0.0, snapshot.at - max(r.seen_at for r in ranks)))} ago", "of any rank"),
@@ -232,18 +237,29 @@ def works(found: Sequence[ObservedCapability]) -> Mapping[str, tuple[str, ...]]:
 
 
 def missing(found: Sequence[ObservedCapability]) -> list[list[Cell]]:
-    """What does not work, or not always: what, how far, whose, why, and what can be done; what is not there at all (as
+    """What does not work, or not always: how far, whose, what, why, and what can be done. What is not there at all (as
     a GPU on a node without one) is left out."""
-    lacking = [c for c in found if c.can in MISSING_ORDER]
     abouts = list(dict.fromkeys(c.about for c in found))
-    rows: list[list[Cell]] = []
-    for c in sorted(lacking, key=lambda c: (abouts.index(c.about), MISSING_ORDER[c.can])):
-        mark = Mark("bad" if c.can == NO else "warn", f"not {c.about}" if c.can == NO else f"partly {c.about}")
-        rows.append([mark, c.name, plain(c.ranks, 160), plain(c.because, 300), plain(c.fix, 300)])
-    return rows
+    same: dict[tuple[str, str, str, str, str], list[str]] = {}
+    for c in sorted(found, key=lambda c: (abouts.index(c.about), MISSING_ORDER.get(c.can, 0))):
+        if c.can in MISSING_ORDER:
+            same.setdefault((c.about, c.can, c.ranks, c.because, c.fix), []).append(c.name)
+    return [
+        [
+            Mark("bad", f"not {about}") if can == NO else Mark("warn", f"partly {about}"),
+            plain(ranks, 160),
+            "; ".join(names),
+            plain(because, 300),
+            plain(fix, 300),
+        ]
+        for (about, can, ranks, because, fix), names in same.items()
+    ]
 
 
 def absent(found: Sequence[ObservedCapability]) -> str:
-    """`no GPU: its agent sees no GPU`; what there is not to be seen, in one line."""
-    said = {c.because: c.name for c in found if c.can == NONE}
-    return "; ".join(f"{name}: {because}" for because, name in said.items())
+    """`GPU: its agent sees no GPU`: what is not there to be seen, in one line."""
+    named: dict[str, list[str]] = {}
+    for c in found:
+        if c.can == NONE and c.name not in named.setdefault(c.because, []):
+            named[c.because].append(c.name)
+    return "; ".join(f"{', '.join(names)}: {because}" for because, names in named.items())

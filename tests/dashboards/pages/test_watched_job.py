@@ -102,8 +102,8 @@ def test_what_works_for_all_and_what_is_missing_for_whom() -> None:
     assert works(CAPABILITIES) == {"seen": ("process",), "named": ("exit",)}
     rows = missing(CAPABILITIES)
     assert [(str(r[0]), r[1], r[2]) for r in rows] == [
-        ("not seen", "steps", "trainer/0 1"),
-        ("partly seen", "stacks", "trainer/0 0"),
+        ("not seen", "trainer/0 1", "steps"),
+        ("partly seen", "trainer/0 0", "stacks"),
     ], "a GPU that is not there is not missing"
 
 
@@ -129,9 +129,9 @@ def test_the_page_of_a_job_whose_integration_tells_all(tmp_path: Path) -> None:
     assert "suspect" in page and "3.0 times the time of its peers" in page
     assert page.index("3.0 times the time of its peers") < page.index("● works"), "the worst first"
     assert (
-        "<b>generate</b> 60.0 %, 1.2 s of a step" in page and "<b>train</b> 25.0 %" in page and "<b>score</b>" in page
+        "<b>generate</b> 60.0 %, 1.20 s of a step" in page and "<b>train</b> 25.0 %" in page and "<b>score</b>" in page
     )
-    assert "<dt>reward</dt><dd>0.54</dd>" in page and "<dt>time per step</dt><dd>2.0 s</dd>" in page
+    assert "<dt>reward</dt><dd>0.54</dd>" in page and "<dt>time per step</dt><dd>2.00 s</dd>" in page
     assert "step 54" in page and "its framework" in page
     headings = [str(h.value) for h in at.subheader]
     assert {"Ranks", "Where the time goes", "Progress", "Policy health"} <= set(headings)

@@ -140,6 +140,7 @@ _CSS = """
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
   .rc-table.stack thead { display: none; } .rc-table.stack td { display: flex; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack td:empty { display: none; }
   .rc-table.stack td::before { content: attr(data-h); flex: none; width: 6.5rem; color: var(--soft); }
   .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
@@ -170,7 +171,7 @@ def class_of(state: str) -> str:
 def banner(kind: str, head: str, *sentences: str, advice: str = "") -> str:
     """A banner: headline, details, and advice. `kind`: bad, warn, note or good.
 
-    Only `advice`, which is trusted text, renders backticks as code.
+    Only `advice` renders backticks as code.
     """
     parts = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
     parts += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
@@ -227,7 +228,17 @@ class Bar:
         return self.text
 
 
-Cell = str | Link | Mark | Bar
+@dataclass(frozen=True, slots=True)
+class Prose:
+    """A text whose backticks are shown as code."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cell = str | Link | Mark | Bar | Prose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +272,8 @@ def _cell_html(content: Cell) -> str:
     if isinstance(content, Mark):
         glyph = GLYPHS.get(content.kind, "·")
         return f'<span class="rc-{escape(content.kind)} rc-mark">{glyph} {text}</span>'
+    if isinstance(content, Prose):
+        return _code(text)
     if isinstance(content, Bar):
         width = 100 * max(0.0, min(1.0, content.share))
         return (

@@ -6,6 +6,7 @@ Its watch keeps it in one flag of the journal, for ranks that can the same toget
 import json
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 FLAG = "observed_capabilities"
 GROUPS_MAX = 400
@@ -34,6 +35,11 @@ def to_json(found: Iterable[ObservedCapability]) -> str:
 def from_json(text: str | None) -> tuple[ObservedCapability, ...]:
     """Empty for a text that is none of `to_json`."""
     try:
-        return tuple(ObservedCapability(*map(str, row[:6]), int(row[6])) for row in json.loads(text or "[]"))
-    except (ValueError, TypeError, KeyError, IndexError):
+        return tuple(map(_capability, json.loads(text or "[]")))
+    except (ValueError, TypeError, KeyError):
         return ()
+
+
+def _capability(row: list[Any]) -> ObservedCapability:
+    about, name, can, because, fix, ranks, num_ranks = row
+    return ObservedCapability(str(about), str(name), str(can), str(because), str(fix), str(ranks), int(num_ranks))

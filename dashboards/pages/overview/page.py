@@ -208,7 +208,7 @@ def _draw_ranks(snapshot: JournalSnapshot) -> None:
         return
     st.subheader("Ranks")
     head, rows = watched_job.rank_table(snapshot)
-    st.html(table(head, rows[:RANKS_MAX], stack=True))
+    st.html(table(head, rows[:RANKS_MAX]))
     more = f" And {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""
     if "own time" in head:
         st.caption(

@@ -14,7 +14,7 @@ from rolecall.core.text import in_words, percent, plain, seconds
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.pages.style import Bar, Cell, Mark, Segment
+from rolecall.dashboards.pages.style import Bar, Cell, Mark, Prose, Segment
 from rolecall.views.lifetimes import replica_order
 from rolecall.views.observed_capabilities import NO, NONE, PARTLY, YES, ObservedCapability
 from rolecall.views.observed_course import VALUES, CoursePoint
@@ -249,8 +249,8 @@ def missing(found: Sequence[ObservedCapability]) -> list[list[Cell]]:
             Mark("bad", f"not {about}") if can == NO else Mark("warn", f"partly {about}"),
             plain(ranks, 160),
             "; ".join(names),
-            plain(because, 300),
-            plain(fix, 300),
+            Prose(plain(because, 300)),
+            Prose(plain(fix, 300)),
         ]
         for (about, can, ranks, because, fix), names in same.items()
     ]

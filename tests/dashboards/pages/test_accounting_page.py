@@ -65,6 +65,7 @@ def test_a_finished_run_is_accounted_for(finished: World) -> None:
     ]
     assert all(d.injected for d in statistics.detection)
     assert [(p.phase, p.num) for p in statistics.phases] == [(phase, 3) for phase in PHASES]
+    assert len(statistics.recoveries) == 3 and statistics.episodes == (), "each has an action"
     detect = statistics.phases[0]
     found_after = [strike.found_after for strike in ALL]
     assert (detect.worst_seconds, detect.total_seconds) == pytest.approx((max(found_after), sum(found_after)), abs=5e-3)

@@ -134,7 +134,7 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
             ):
                 st.metric(label, f"{value:,}", border=True)
         for reason, num in sorted(groups.dropped_by_reason.items()):
-            st.text(plain(f"{num:,} dropped: {reason}"))
+            st.text(plain(f"{num:,} dropped: {in_words(reason)}"))
     for note in audit.notes if accounts.has_ledger else ():
         st.text(plain(note))
     head = audit.journal.position
@@ -406,8 +406,8 @@ def _episodes(statistics: IncidentStatistics) -> None:
     st.subheader("Where the time of the faults went")
     run = chosen_run()
     detect = sum(e.detect_seconds for e in statistics.episodes)
-    over = [e.until_over_seconds for e in statistics.episodes if e.until_over_seconds is not None]
-    total = detect + sum(over)
+    over = sum(e.until_over_seconds for e in statistics.episodes)
+    total = detect + over
     if total > 0:
         parts = (
             ("detect", detect, PHASE_COLOURS["detect"]),
@@ -419,15 +419,15 @@ def _episodes(statistics: IncidentStatistics) -> None:
             Link(e.incident_id, href(e.incident_id, run)),
             in_words(e.fault_class),
             seconds(e.detect_seconds),
-            "still open" if e.until_over_seconds is None else seconds(e.until_over_seconds),
-            in_words(e.outcome),
+            seconds(e.until_over_seconds),
+            in_words(e.outcome) or "still open",
         ]
         for e in statistics.episodes[::-1][:RECOVERIES_SHOWN]
     ]
     st.html(small_table(["incident", "class", "detect", "until it was over", "outcome"], rows, stack=True))
     st.caption(
         "rolecall took no action here. Detect: onset, as diagnosed, to finding. Until it was over: finding until the "
-        "same process worked again or had ended; of an open incident not counted."
+        "same process worked again or had ended; of an open incident until now."
     )
 
 

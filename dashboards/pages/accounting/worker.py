@@ -224,7 +224,7 @@ class AccountingWorker:
             recovery=recovery(joined.summaries),
             phases=phase_times([p.seconds for p in recoveries]),
             recoveries=recoveries,
-            episodes=episodes(joined.summaries),
+            episodes=episodes(joined.summaries, now),
             num_missed=len(joined.missed),
             num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
             num_injected=len(replica_faults),

@@ -109,7 +109,7 @@ _CSS = """
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
-.rc-mark { font-weight: 600; }
+.rc-mark { font-weight: 600; } .rc-table code { font-size: .85em; }
 .rc-bar { display: inline-block; width: 5rem; height: .7rem; background: var(--line); border-radius: 3px; }
 .rc-bar i { display: block; height: 100%; border-radius: 3px; background: currentColor; }
 .rc-stacked > div { display: flex; height: 1.3rem; border-radius: 4px; overflow: hidden; background: var(--line); }

@@ -5,7 +5,7 @@ and the phases in which its time goes. Over the last minute, or the last few ste
 from collections import deque
 from dataclasses import dataclass, field
 
-from rolecall.core.telemetry import ProcessSample, is_instrumented
+from rolecall.core.telemetry import Phase, ProcessSample, is_instrumented
 
 WINDOW_SECONDS = 60.0
 POINT_SECONDS = 1.0
@@ -62,7 +62,7 @@ class RankPace:
             at, phase, step = self.last
             entered = min(max(sample.phase_since, at), sample.at)
             for name, spent in ((phase, entered - at), (str(sample.phase), sample.at - entered)):
-                if spent > 0:
+                if spent > 0 and name != Phase.START:  # before the first unit of work
                     self.part[name] = self.part.get(name, 0.0) + spent
             # Of a process without steps any time ends a part.
             if sum(self.part.values()) >= PART_SECONDS and (sample.step < 0 or sample.step != step):

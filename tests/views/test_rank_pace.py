@@ -89,3 +89,10 @@ def test_an_outage_of_the_page_is_no_time_of_a_phase() -> None:
     pace.take(sample(100.0, phase=Phase.WAIT, phase_since=100.0))
     pace.take(sample(101.0, phase=Phase.WAIT, phase_since=100.0))
     assert pace.phases == (("wait", 1.0),)
+
+
+def test_the_start_of_a_process_is_no_part_of_its_steps() -> None:
+    pace = RankPace()
+    for at, phase, since in ((0.0, Phase.START, 0.0), (30.0, Phase.STEP, 20.0), (40.0, Phase.WAIT, 35.0)):
+        pace.take(sample(at, phase=phase, phase_since=since))
+    assert dict(pace.phases) == pytest.approx({"step": 0.75, "wait": 0.25})

@@ -411,7 +411,7 @@ def _episodes(statistics: IncidentStatistics) -> None:
     if total > 0:
         parts = (
             ("detect", detect, PHASE_COLOURS["detect"]),
-            ("until it was over", sum(over), PHASE_COLOURS["restart"]),
+            ("until it was over", over, PHASE_COLOURS["restart"]),
         )
         st.html(stacked([_segment(name, spent, spent / total, colour) for name, spent, colour in parts]))
     rows: list[list[Cell]] = [

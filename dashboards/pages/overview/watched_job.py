@@ -4,6 +4,7 @@ its course over the steps; what can be seen of it, and why not the rest. Pure.
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ SLOW_RATIO = 1.5
 KINDS = ("bad", "warn", "note", "good", "soft")
 """Of a rank, worst first."""
 GENERATING = frozenset({str(Phase.GENERATE), str(Phase.SCORE)})
-BY = {"hooks": "torch's hooks", "integration": "its framework", "reporter": "its own calls", "": "–"}
+BY = {"hooks": "torch's hooks", "integration": "its framework", "reporter": "its own calls", "": ""}
 PHASE_COLOURS = {
     "step": "#3b7dd8", "compute": "#3b7dd8", "generate": "#c2711c", "score": "#8e5bd1", "update": "#1f9e89",
     "wait": "#8f98a3", "idle": "#b9c0c8", "sleep": "#b9c0c8", "reduce": "#5656c0", "optimizer": "#3c9cbd",
@@ -52,7 +53,8 @@ def rank_states(
     for r in ranks:
         if r.own_seconds is not None and r.alive_at(now):
             own.setdefault(_role(r), []).append(r.own_seconds)
-    return {r: _state(r, named, now, own.get(_role(r), ())) for r in ranks}
+    ordered = {role: sorted(values) for role, values in own.items()}
+    return {r: _state(r, named, now, ordered.get(_role(r), ())) for r in ranks}
 
 
 def _role(rank: ObservedRank) -> str:
@@ -82,12 +84,14 @@ def _state(
 
 
 def _ratio(rank: ObservedRank, own: Sequence[float]) -> float | None:
-    """Its own time in a unit of work over the median of its peers. None: fewer than two others tell theirs."""
-    if rank.own_seconds is None or len(own) < 3:
+    """Its own time in a unit of work over the median of its peers. None: fewer than two others tell theirs. `own`: of
+    all, it included, in order."""
+    num_others = len(own) - 1
+    if rank.own_seconds is None or num_others < 2:
         return None
-    others = list(own)
-    others.remove(rank.own_seconds)
-    usual = statistics.median(others)
+    here = bisect_left(own, rank.own_seconds)
+    low, high = ((num_others - 1) // 2, num_others // 2)
+    usual = sum(own[k if k < here else k + 1] for k in (low, high)) / 2
     return rank.own_seconds / usual if usual > 0 else None
 
 
@@ -136,7 +140,7 @@ def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
     head = ["state", "replica", "rank", "node", "pid", "phase", "step", "step time", "own time", "last progress"]
     head.append("told by")
     rows = [row(r) for r in ordered]
-    used = [n for n in range(len(head)) if any(str(cells[n]) not in ("", "–") for cells in rows)]
+    used = [n for n in range(len(head)) if any(str(cells[n]) for cells in rows)]
     return [head[n] for n in used], [[cells[n] for n in used] for cells in rows]
 
 

@@ -1,6 +1,7 @@
 """The Overview page of a job that rolecall only watches: ranks, phases, course, and what cannot be seen and why."""
 
 import math
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.journal.journal import Journal
 from rolecall.dashboards.pages.overview.watched_job import (
     LATE_SECONDS,
+    SLOW_RATIO,
     course_buckets,
     missing,
     rank_states,
@@ -66,6 +68,16 @@ def test_a_slow_rank_stands_out_among_its_peers_only() -> None:
     assert state(rank(own_seconds=3.0), rank(1)) == "good: works", "of two, nobody knows which one is usual"
     others = [replace(p, replica="rollout/0") for p in peers]
     assert state(rank(own_seconds=3.0), *others) == "good: works", "another role is no peer"
+
+
+@pytest.mark.parametrize("num", [3, 4, 9, 10])
+def test_peers_are_the_others(num: int) -> None:
+    ranks = [rank(n, own_seconds=1.0 + 0.25 * n) for n in range(num)]
+    found = rank_states(ranks, frozenset(), NOW)
+    for r in ranks:
+        ratio = (r.own_seconds or 0.0) / statistics.median(o.own_seconds or 0.0 for o in ranks if o is not r)
+        said = f"{ratio:.1f} times the time of its peers" if ratio >= SLOW_RATIO else "works"
+        assert found[r].word == said
 
 
 def test_the_suspect_of_an_incident_says_so() -> None:

@@ -25,6 +25,7 @@ from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
+from rolecall.detector.live.stages.dead_role import DeadRoleStage
 from rolecall.detector.live.stages.engine import EngineStage
 from rolecall.detector.live.stages.full_disk import FullDiskStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
@@ -59,6 +60,7 @@ STAGES: Stages = (
     NcclRasStage,
     NodeFaultsStage,
     LostRanksStage,
+    DeadRoleStage,
     WaitStage,
     PulledEvidenceStage,
     PanelsStage,

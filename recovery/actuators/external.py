@@ -76,9 +76,12 @@ class ExternalActuator:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        return tuple(map(_ends_too, self.also_ends(plan)))
+
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
         named = {str(t.replica) for t in plan.targets}
         found = {r for t in plan.targets for r in self._target.also_hit(order_of(plan, t, self._members()))}
-        return tuple(_ends_too(replica) for replica in sorted(found - named))
+        return tuple(sorted(found - named))
 
     def resume(self, comeback: Comeback, lease: Lease) -> None:
         del lease

@@ -192,6 +192,13 @@ class Plan:
     """Other replicas that the action would disturb, as text."""
     lent: tuple[PlanTarget, ...] = ()
     """Healthy replicas that end and lend their nodes to targets, until nodes are free for them."""
+    also_ends: tuple[PlanTarget, ...] = ()
+    """Replicas that end with the targets though nothing is wrong with them: the guards count them."""
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """All replicas that the action ends but lenders, which have a guard of their own."""
+        return frozenset(str(t.replica) for t in (*self.targets, *self.also_ends))
 
     @property
     def intent(self) -> str:
@@ -239,6 +246,7 @@ class Plan:
             "action": ActionKind(record["action"]),
             "targets": tuple(PlanTarget(**t) for t in record["targets"]),
             "also_hit": tuple(record["also_hit"]),
-            "lent": tuple(PlanTarget(**t) for t in record.get("lent", ())),  # absent in older journals
+            "lent": tuple(PlanTarget(**t) for t in record.get("lent", ())),  # absent in older journals, as the next
+            "also_ends": tuple(PlanTarget(**t) for t in record.get("also_ends", ())),
         }
         return cls(**{**{k: v for k, v in record.items() if k != "digest"}, **fixed})

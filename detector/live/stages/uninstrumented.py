@@ -110,7 +110,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     gone = sorted(map(_exit, exits), key=lambda exited: (exited.at, exited.subject.key))
     if not gone:
         return []
-    living = not all(s.gone for s in everybody)
+    living = not all(s.gone for s in fleet.current())
     if not living and len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1:
         for exited in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
             if not exited.subject.finished:

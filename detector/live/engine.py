@@ -33,6 +33,7 @@ from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.ray_deaths import RayDeathsStage
 from rolecall.detector.live.stages.skipped import SkippedCollectiveStage
 from rolecall.detector.live.stages.slow import SlowLoadingStage, SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
@@ -59,6 +60,7 @@ STAGES: Stages = (
     FullDiskStage,
     NcclRasStage,
     NodeFaultsStage,
+    RayDeathsStage,
     LostRanksStage,
     DeadRoleStage,
     WaitStage,

@@ -275,7 +275,9 @@ def test_peer_evidence(d: Diagnosis, alone: bool) -> None:
     assert on_peer_evidence_alone(d) is alone
 
 
-def with_it(*also: str, target: str = "rollout/1", others: tuple[Incident, ...] = (), **config: Any) -> tuple[str, bool]:
+def with_it(
+    *also: str, target: str = "rollout/1", others: tuple[Incident, ...] = (), **config: Any
+) -> tuple[str, bool]:
     """The guards of a plan for `target` that also ends `also`."""
     ends = tuple(PlanTarget(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in also)
     p = replace(plan(target), also_ends=ends)

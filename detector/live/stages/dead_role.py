@@ -28,9 +28,11 @@ ROLES = ("trainer", *sorted(SERVICES))
 CONSEQUENCES = frozenset({FaultClass.HANG, FaultClass.CANNOT_TELL})
 HUNG_BEFORE_SECONDS = 1.0
 """A process that stood still for this long before the first of the others ended has a fault of its own."""
-SETTLE_SECONDS = 5.0
-"""How long one finding alone stays as it is: a launcher that ends the rest of the job takes as long."""
+SETTLE_SECONDS = 15.0
+"""How long one finding alone stays as it is: the rest of the job may be about to end."""
 NUM_NAMED_MAX = 8
+AFTER_IT = "exited after it"
+"""The finding of an exit names these itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +93,20 @@ class DeadRoleStage(Stage):
         if any(f.fault_class is FaultClass.USER_CODE for f in tick.findings):
             self.state.pop(dead.role, None)
             return
+        began = ended_at(dead.gone[0])
         if any(s.incarnation != UNCOUNTED for s in dead.gone):
             if about:
-                tick.findings = [f for f in tick.findings if not _is_of_waiting(f, dead.waiting, ended_at(dead.gone[0]))]
+                tick.findings = [f for f in tick.findings if not _is_of_waiting(f, dead.waiting, began)]
             return
-        began = ended_at(dead.gone[0])
         has_cause = any(f.fault_class is FaultClass.CRASH and f.onset <= began for f in tick.findings if f not in about)
-        is_lost = dead.role in SERVICES and tick.now - dead.since >= ENDED_SECONDS and not has_cause
+        is_lost = dead.role in SERVICES and tick.now - dead.since >= ENDED_SECONDS
         is_past = tick.fleet.began_wall > dead.since
-        if not about and (is_past or not is_lost):
+        if has_cause or (not about and (is_past or not is_lost)):
             self.state.pop(dead.role, None)
             return
         if len(about) == 1 and dead.role not in self.state and tick.now - dead.since < SETTLE_SECONDS:
             return
-        tick.findings = [
-            f for f in tick.findings if f not in about and not _is_of_waiting(f, dead.waiting, began)
-        ]
+        tick.findings = [f for f in tick.findings if f not in about and not _is_of_waiting(f, dead.waiting, began)]
         self.state[dead.role] = _finding(dead, about, tick.now)
 
     def _go_on(self, tick: Tick, role: str) -> None:
@@ -149,7 +149,7 @@ def _finding(dead: DeadRole, about: Sequence[Finding], now: float) -> Finding:
     others = [s for s in dead.gone if s.key != first.key]
     rest = ", ".join(f"{s.name()}{_how(s)} {ended_at(s) - ended_at(first):+.0f} s" for s in others[:NUM_NAMED_MAX])
     more = f" and {len(others) - NUM_NAMED_MAX} more" if len(others) > NUM_NAMED_MAX else ""
-    then = f"; then {rest}{more}" if rest else ""
+    then = f"; then {rest}{more}" if rest and AFTER_IT not in why else ""
     own = [*lead.evidence] if lead is not None else [_exit_evidence(first), *_log_of(first)]
     return finding(
         DETECTOR,

@@ -8,6 +8,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import NO_PAGE, AgentEventKind, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import UNCOUNTED_GONE_SECONDS
+from rolecall.detector.live.stages.dead_role import SETTLE_SECONDS
 from rolecall.detector.live.stages.uninstrumented import ENDED_SECONDS
 from tests.detector.live.test_uninstrumented import ASKED, ERROR, KILLED, Job
 from tests.detector.live.torchrun_job import Rank, TorchrunJob
@@ -31,16 +32,18 @@ def test_every_engine_is_killed_at_once(job: Job) -> None:
     (key,) = standing
     assert key == "crash:rollout/1#0:dead_role:rollout"
     said = standing[key]
-    assert said.startswith("every rollout of the job is gone (2 replicas), and trainer/0 ranks 0-3 wait for it: first, ")
-    assert "rollout/1 (node-2, pid 1005) crashed: process exited on signal 9; the host's OOM killer" in said
-    assert "then rollout/0 (node-1, pid 1004) on signal 9 +1 s" in said
+    assert said.startswith(
+        "every rollout of the job is gone (2 replicas), and trainer/0 ranks 0-3 wait for it: first, "
+    )
+    assert "rollout/1 rank 0 (node-2, pid 1005) crashed: process exited on signal 9; the host's OOM killer" in said
+    assert "1 more of its job exited after it: rollout/0 rank 0 (node-1, pid 1004) on signal 9" in said
 
 
 def test_one_after_the_other_is_the_incident_of_the_first(job: Job) -> None:
     job.ends("rollout/0:0", KILLED)
     assert set(job.run(100)) == {"crash:rollout/0#0"}
     job.ends("rollout/1:0", {"signal": "11", "cause": "crashed"})
-    assert set(job.run(10)) == {"crash:rollout/0#0:dead_role:rollout"}
+    assert set(job.run(SETTLE_SECONDS + 5)) == {"crash:rollout/0#0:dead_role:rollout"}
     assert len(job.run(UNCOUNTED_GONE_SECONDS + 100)) == 1, "as long as the trainers wait"
     job.pids["rollout/0:0"] = 2000
     job.tell(AgentEventKind.REGISTERED, "rollout/0:0", {})
@@ -49,9 +52,11 @@ def test_one_after_the_other_is_the_incident_of_the_first(job: Job) -> None:
 
 def test_every_trainer_is_gone_and_the_engines_have_nothing_to_do(job: Job) -> None:
     job.ends("trainer/0:2", KILLED)
+    job.run(1)
     for n in (0, 1, 3):
         job.ends(f"trainer/0:{n}", ERROR)
-    standing = job.run(10)
+    assert set(job.run(5)) == {"crash:trainer/0#0"}
+    standing = job.run(SETTLE_SECONDS)
     assert set(standing) == {"crash:trainer/0#0:dead_role:trainer"}
     said = standing.popitem()[1]
     assert said.startswith("every trainer of the job is gone (1 replica, 4 processes), and rollout/0, rollout/1 wait")

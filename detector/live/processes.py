@@ -362,8 +362,10 @@ class MonitoredProcesses:
             subject.finished = True
         elif event.kind == AgentEventKind.RAY_WORKER_ENDED and event.process == subject.process:
             subject.ray_event = subject.ray_event or event
-            # What the job or Ray ended on purpose is no crash.
-            subject.finished |= RayReason(event.detail.get("reason", "")).is_intended
+            # What the job or Ray ended on purpose is no crash. Exit code 0 of a worker says nothing: Ray exits with it
+            # after a failed __init__ and after sys.exit(3), too.
+            reason = RayReason(event.detail.get("reason", ""))
+            subject.finished = reason.is_intended or (subject.finished and reason is RayReason.NO_WORD)
         elif event.kind == AgentEventKind.EXITED and subject.exit_event is None:
             subject.exit_event = event
             self._lost(subject, subject.exit_wall or now)

@@ -53,6 +53,7 @@ class RayDeath:
 
 
 _DISCONNECT = re.compile(r"Disconnect, exit_type=(\w+), exit_detail=(.*)")
+_LOST_RAYLET = re.compile(r"because the local raylet failed")
 _STAMPED = re.compile(r"^\[\d{4}-\d\d-\d\d ", re.MULTILINE)
 _TAIL = re.compile(r", has creation_task_exception_pb_bytes=\d+\s*$")
 _COLOUR = re.compile(r"\x1b?\[\d{1,2}m")
@@ -88,7 +89,7 @@ def death_of(
     found = _of_worker(worker_log)
     if found is None:
         found = _of_memory_monitor(raylet_log, pid)
-    if found is None and not raylet_lives:
+    if found is None and (not raylet_lives or _LOST_RAYLET.search(worker_log)):
         found = _of_raylet(raylet_log, raylet_pid)
     if found is None:
         return RayDeath(

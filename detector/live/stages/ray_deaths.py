@@ -19,7 +19,7 @@ from rolecall.core.telemetry import UNCOUNTED
 from rolecall.core.text import plain
 from rolecall.detector.base.findings import ADVISES, EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess
-from rolecall.detector.live.processes import MonitoredProcesses, names
+from rolecall.detector.live.processes import MonitoredProcesses, names, suspect
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.formats.ray_logs import RayReason
 
@@ -91,29 +91,34 @@ def _explained(fleet: MonitoredProcesses, found: Finding) -> Finding:
 def _by_node(fleet: MonitoredProcesses, findings: Iterable[Finding]) -> list[Finding]:
     """Exits of workers whose raylet died are one finding for each node."""
     kept: list[Finding] = []
-    lost: dict[str, list[tuple[Finding, MonitoredProcess]]] = {}
+    lost: dict[str, list[Finding]] = {}
     for found in findings:
         subject = _subject(fleet, found)
-        if subject is not None and reason_of(subject) is RayReason.NODE_LOST and subject.incarnation == UNCOUNTED:
+        if subject is not None and _is_lost(subject):
             if subject.node not in lost:
                 kept.append(found)  # its place
-            lost.setdefault(subject.node, []).append((found, subject))
+            lost.setdefault(subject.node, []).append(found)
         else:
             kept.append(found)
-    merged = {id(group[0][0]): _lost_node(node, group) for node, group in lost.items()}
+    merged = {id(group[0]): _lost_node(fleet, node, group) for node, group in lost.items()}
     return [merged.get(id(f), f) for f in kept]
 
 
-def _lost_node(node: str, group: Sequence[tuple[Finding, MonitoredProcess]]) -> Finding:
-    first = min((f for f, _ in group), key=lambda f: f.onset)
-    event = group[0][1].ray_event
-    text = event.detail.get("text", "") if event is not None else ""
+def _is_lost(subject: MonitoredProcess) -> bool:
+    return subject.incarnation == UNCOUNTED and reason_of(subject) is RayReason.NODE_LOST
+
+
+def _lost_node(fleet: MonitoredProcesses, node: str, group: Sequence[Finding]) -> Finding:
+    """`group`: findings of its workers. Others that ended with them count as consequences and have none."""
+    first = min(group, key=lambda f: f.onset)
+    workers = sorted((s for s in fleet.roster.gone.values() if s.node == node and _is_lost(s)), key=lambda s: s.key)
+    text = next((s.ray_event.detail.get("text", "") for s in workers if s.ray_event is not None), "")
+    because = f"{node} has left the Ray cluster, and {names(workers)} ended with it: {plain(text, TEXT_CHARACTERS_MAX)}"
     return replace(
         first,
         detector=DETECTOR,
         fault_class=FaultClass.NODE_LOST,
-        suspects=tuple(s for f, _ in sorted(group, key=lambda g: g[1].key) for s in f.suspects),
-        because=f"{node} has left the Ray cluster, and {names(s for _, s in group)} ended with it: "
-        f"{plain(text, TEXT_CHARACTERS_MAX)}",
-        evidence=tuple(e for f, _ in group for e in f.evidence),
+        suspects=tuple(map(suspect, workers)),
+        because=because,
+        evidence=tuple(e for f in group for e in f.evidence),
     )

@@ -53,6 +53,8 @@ STARVED_APART = 0.25
 """A starved rank is named if its share of time without CPU exceeds the role's median by this: where all ranks wait for
 CPUs as long, the machine is full and no rank is at fault."""
 SIGABRT = "6"
+LOSSES = frozenset({RayReason.NODE_LOST, RayReason.OUT_OF_MEMORY, RayReason.CREATION_FAILED})
+"""A job all of whose actors end like this was not stopped on purpose."""
 SERVICES = frozenset({"rollout", "reward", "reference", "critic"})
 """Roles that work until their job ends."""
 ENDED_SECONDS = 60.0
@@ -113,7 +115,10 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     if not gone:
         return []
     living = not all(s.gone for s in fleet.current())
-    if not living and len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1:
+    if any(awaits_word(exited.subject, now) for exited in gone) and not living:
+        return []
+    is_alike = len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1
+    if not living and is_alike and not any(reason_of(exited.subject) in LOSSES for exited in gone):
         for exited in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
             if not exited.subject.finished:
                 fleet.changes(exited.subject)

@@ -5,7 +5,7 @@ class name is unique, so that an agent with a rule of its own finds no other pro
 """
 
 import os
-import subprocess
+import signal
 import sys
 import time
 
@@ -16,7 +16,6 @@ import ray
 class CauseProbe:
     def __init__(self, raises_after: float = 0.0) -> None:
         if raises_after:
-            print(f"raises {os.getpid()}", flush=True)
             time.sleep(raises_after)
             raise ValueError("no weights at /models/x")
 
@@ -35,9 +34,7 @@ class CauseProbe:
 
 
 def main(folder: str) -> None:
-    ray.init(
-        num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, object_store_memory=80_000_000
-    )
+    ray.init(num_cpus=1, include_dashboard=False, _temp_dir=folder, log_to_driver=False, object_store_memory=80_000_000)
     actors: dict[str, object] = {}
     for line in sys.stdin:
         what, *names = line.split()
@@ -67,7 +64,8 @@ def command(what: str, name: str, actors: dict[str, object]) -> None:
     elif what == "exit3":
         ray.get(actors[name].end.remote(3))
     elif what == "raylet":
-        subprocess.run(["kill", "-9", name], check=True)
+        os.kill(int(name), signal.SIGKILL)
+        os.waitpid(int(name), 0)  # its workers take a zombie for a living raylet
 
 
 if __name__ == "__main__":

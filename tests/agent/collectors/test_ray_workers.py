@@ -78,8 +78,9 @@ class RayJob:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         while (line := self._lines.get(timeout=60)) != "ok\n":
-            name, pid = line.split()
-            self.pids[name] = int(pid)
+            name, _, pid = line.strip().partition(" ")
+            if pid.isdecimal():  # Ray writes here, too
+                self.pids[name] = int(pid)
 
     def look(self) -> None:
         for diagnosis in self.detector.observe(self.source.poll(0.2)):
@@ -106,7 +107,12 @@ class RayJob:
             ]
             return bool(found)
 
-        eventually(said, f"Ray's logs say why {name} ended")
+        try:
+            eventually(said, f"Ray's logs say why {name} ended")
+        except AssertionError:
+            raise AssertionError(
+                f"{name} {self.pids}: {[e.to_dict() for e in self.agent.events.after(0).events]}"
+            ) from None
         return found[0]
 
     def diagnosis(self, name: str) -> Diagnosis:
@@ -161,12 +167,13 @@ def test_every_reason_behind_actor_died(ray_job: RayJob) -> None:
     job.do("exit3 exits")
     assert job.statement("exits").detail["reason"] == "exited"
     assert "its own code ended the process" in job.diagnosis("exits").because
-    assert "exit code 3" in job.diagnosis("exits").because
+    assert "exit code 3" in job.diagnosis("exits").because, "the process itself ends with code 0"
 
     job.do("fail init")
-    eventually(lambda: job.look() or "raises" in job.pids or _raiser(job), "the actor's __init__ runs")
+    eventually(lambda: job.look() or _raiser(job), "the actor's __init__ runs")
     job.pids["init"] = _raiser(job)
     assert job.statement("init").detail["reason"] == "creation_failed"
+    assert "its __init__ raised: ValueError: no weights at /models/x" in job.diagnosis("init").because
 
     os.kill(job.pids["owner"], signal.SIGKILL)
     assert job.statement("child").detail["reason"] == "owner_died"

@@ -33,7 +33,7 @@ RULES = {"defaults": False, "rules": [{"name": "probe", "title": "^ray::CausePro
 
 
 class RayJob:
-    """The job, an agent that looks at it, and a detector. `said`: every diagnosis, by key."""
+    """The job, an agent that looks at it, and a detector. `said`: every diagnosis, by key and PIDs."""
 
     def __init__(self, folder: Path, data_dir: Path) -> None:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,7 +84,8 @@ class RayJob:
 
     def look(self) -> None:
         for diagnosis in self.detector.observe(self.source.poll(0.2)):
-            self.said.setdefault(diagnosis.key, diagnosis)
+            pids = sorted(s.process.pid for s in diagnosis.suspects if s.process)  # names are used again
+            self.said.setdefault(f"{diagnosis.key} {pids}", diagnosis)
 
     def waits_until_found(self, name: str) -> None:
         def found() -> bool:

@@ -6,7 +6,8 @@ Ray tells all of it as "actor died". Two files of the session's log folder know 
                                             says why it ends, unless it is killed; of a failed `__init__` with its
                                             traceback
     raylet.out                              `Selected to kill: (... pid=N ...)` of the memory monitor, after `Memory on
-                                            the node ...`; and why the raylet itself ends
+                                            the node ...`; `Killing leased worker because its owner died.`; and why the
+                                            raylet itself ends
 
 The GCS's log (gcs_server.out, on the head) knows whether the actor is restarted.
 """
@@ -25,7 +26,9 @@ class RayReason(StrEnum):
     LEFT = "left"  # exit_actor()
     CREATION_FAILED = "creation_failed"  # its __init__ raised
     EXITED = "exited"  # its own code ended the process: sys.exit, os._exit
-    OUT_OF_MEMORY = "out_of_memory"  # of the node, by Ray's memory monitor
+    OUT_OF_OWNER_GONE = re.compile(r"Killing leased worker because its owner('s node)? died\. worker_id=(\w+)")
+_CREATOR_DIED = "the process that created it has died"
+_MEMORY = "out_of_memory"  # of the node, by Ray's memory monitor
     NODE_LOST = "node_lost"  # its raylet ended, and was not asked to
     NODE_STOPPED = "node_stopped"  # its raylet was asked to end, as by `ray stop`
     NO_WORD = "no_word"  # Ray did not end it
@@ -87,6 +90,9 @@ def death_of(
     """`worker_log`, `raylet_log`, `gcs_log`: the ends of the files; empty: not there. `pid`, `worker`: PID and ID of
     the worker as Ray knows it. `raylet_lives`: whether its raylet still ran when the worker had ended."""
     found = _of_worker(worker_log)
+    # A signal of the raylet may be faster than the request of the GCS, and then the worker only tells of a signal.
+    if (found is None or found.reason is RayReason.EXITED) and worker:
+        found = _of_owner(raylet_log, worker) or found
     if found is None:
         found = _of_memory_monitor(raylet_log, pid)
     if found is None and (not raylet_lives or _LOST_RAYLET.search(worker_log)):
@@ -116,7 +122,7 @@ def _of_worker(log: str) -> RayDeath | None:
     elif "its owner has died" in detail:
         how = _OWNER.search(detail)
         owner = f" ({_sentence(how.group(2) or how.group(1))})" if how else ""
-        reason, text = RayReason.OWNER_DIED, f"Ray ended it because the process that created it has died{owner}"
+        reason, text = RayReason.OWNER_DIED, f"Ray ended it because {_CREATOR_DIED}{owner}"
     elif "references to the actor were removed" in detail or "out of scope" in detail:
         reason, text = RayReason.OUT_OF_SCOPE, "Ray ended it because the job dropped its last reference to the actor"
     elif kind == "USER_ERROR" or "initialization method" in detail:
@@ -131,6 +137,18 @@ def _of_worker(log: str) -> RayDeath | None:
     elif kind == "INTENDED_SYSTEM_EXIT":
         reason, text = RayReason.OUT_OF_SCOPE, f"Ray ended it: {detail}"
     return RayDeath(reason=reason, text=text[:TEXT_CHARACTERS_MAX], line=detail[:TEXT_CHARACTERS_MAX])
+
+
+def _of_owner(log: str, worker: str) -> RayDeath | None:
+    for line in _OWNER_GONE.finditer(log):
+        if line.group(2) == worker:
+            what = "the node of the process that created it is gone" if line.group(1) else _CREATOR_DIED
+            return RayDeath(
+                reason=RayReason.OWNER_DIED,
+                text=f"Ray ended it because {what}",
+                line=_plain(line.group())[:TEXT_CHARACTERS_MAX],
+            )
+    return None
 
 
 def _of_memory_monitor(log: str, pid: int) -> RayDeath | None:

@@ -62,6 +62,18 @@ def test_what_the_worker_says_of_itself(log: str, reason: RayReason, words: str)
     assert found.reason is reason and words in found.text and found.text.isprintable()
 
 
+@pytest.mark.parametrize(("whose", "words"), [("owner", "that created it has died"), ("owner's node", "is gone")])
+def test_a_signal_of_the_raylet_may_come_before_the_request_of_the_gcs(whose: str, words: str) -> None:
+    signalled = intended("Worker exits unexpectedly by a signal. SystemExit is raised (sigterm).", "SYSTEM_ERROR")
+    line = (
+        f"[x] (raylet) node_manager.cc:1050: Killing leased worker because its {whose} died. worker_id=5d09 owner_w=f1"
+    )
+    for log in (signalled, USUAL):
+        found = death_of(log, line, pid=7, raylet_lives=True, worker="5d09")
+        assert found.reason is RayReason.OWNER_DIED and words in found.text
+    assert death_of(signalled, line, pid=7, raylet_lives=True, worker="aaaa").reason is RayReason.EXITED
+
+
 def test_the_memory_monitor_names_the_pid_that_it_killed() -> None:
     found = death_of(USUAL, MEMORY, pid=27669, raylet_lives=True)
     assert found.reason is RayReason.OUT_OF_MEMORY

@@ -24,11 +24,10 @@ class RayReason(StrEnum):
     OWNER_DIED = "owner_died"
     OUT_OF_SCOPE = "out_of_scope"  # the job dropped its last reference
     LEFT = "left"  # exit_actor()
+    TERMINATED = "terminated"  # by SIGTERM
     CREATION_FAILED = "creation_failed"  # its __init__ raised
     EXITED = "exited"  # its own code ended the process: sys.exit, os._exit
-    OUT_OF_OWNER_GONE = re.compile(r"Killing leased worker because its owner('s node)? died\. worker_id=(\w+)")
-_CREATOR_DIED = "the process that created it has died"
-_MEMORY = "out_of_memory"  # of the node, by Ray's memory monitor
+    OUT_OF_MEMORY = "out_of_memory"  # of the node, by Ray's memory monitor
     NODE_LOST = "node_lost"  # its raylet ended, and was not asked to
     NODE_STOPPED = "node_stopped"  # its raylet was asked to end, as by `ray stop`
     NO_WORD = "no_word"  # Ray did not end it
@@ -38,7 +37,7 @@ _MEMORY = "out_of_memory"  # of the node, by Ray's memory monitor
         """Whether the job, or whoever runs it, wanted it, or it follows from the end of another process."""
         return self in (
             *(RayReason.RAY_KILL, RayReason.OWNER_DIED, RayReason.OUT_OF_SCOPE),
-            *(RayReason.LEFT, RayReason.NODE_STOPPED),
+            *(RayReason.LEFT, RayReason.TERMINATED, RayReason.NODE_STOPPED),
         )
 
     @classmethod
@@ -62,6 +61,8 @@ _TAIL = re.compile(r", has creation_task_exception_pb_bytes=\d+\s*$")
 _COLOUR = re.compile(r"\x1b?\[\d{1,2}m")
 _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)$", re.MULTILINE)
 _OWNER = re.compile(r"Owner worker exit type: (\w+)(?: Worker exit detail: (.*))?")
+_OWNER_GONE = re.compile(r"Killing leased worker because its owner('s node)? died\. worker_id=(\w+)")
+_CREATOR_DIED = "the process that created it has died"
 _MEMORY = re.compile(r"Memory on the node [^\n]*?was ([^\n]*)")
 _SELECTED = re.compile(r"Selected to kill: [^\n]*")
 _THRESHOLD = re.compile(r"OOM kill reason: ([^\n]*)")
@@ -91,7 +92,7 @@ def death_of(
     the worker as Ray knows it. `raylet_lives`: whether its raylet still ran when the worker had ended."""
     found = _of_worker(worker_log)
     # A signal of the raylet may be faster than the request of the GCS, and then the worker only tells of a signal.
-    if (found is None or found.reason is RayReason.EXITED) and worker:
+    if (found is None or found.reason in (RayReason.EXITED, RayReason.TERMINATED)) and worker:
         found = _of_owner(raylet_log, worker) or found
     if found is None:
         found = _of_memory_monitor(raylet_log, pid)
@@ -130,6 +131,8 @@ def _of_worker(log: str) -> RayDeath | None:
         raised = _RAISED.findall(_plain(log[last.end() : stamped.start() if stamped else len(log)], keep_lines=True))
         error = f": {raised[-1].strip()}" if raised else ""
         reason, text = RayReason.CREATION_FAILED, f"its creation failed, because its __init__ raised{error}"
+    elif "sigterm" in detail.lower():
+        reason, text = RayReason.TERMINATED, "it was asked to end, by SIGTERM"
     elif kind == "INTENDED_USER_EXIT":
         reason, text = RayReason.LEFT, f"it ended itself: {_sentence(detail)}"
     elif kind == "NODE_OUT_OF_MEMORY":

@@ -71,7 +71,7 @@ def test_a_signal_of_the_raylet_may_come_before_the_request_of_the_gcs(whose: st
     for log in (signalled, USUAL):
         found = death_of(log, line, pid=7, raylet_lives=True, worker="5d09")
         assert found.reason is RayReason.OWNER_DIED and words in found.text
-    assert death_of(signalled, line, pid=7, raylet_lives=True, worker="aaaa").reason is RayReason.EXITED
+    assert death_of(signalled, line, pid=7, raylet_lives=True, worker="aaaa").reason is RayReason.TERMINATED
 
 
 def test_the_memory_monitor_names_the_pid_that_it_killed() -> None:
@@ -122,6 +122,7 @@ def test_names_of_log_files() -> None:
 
 def test_intended_ends_are_those_of_the_job_and_unknown_reasons_are_not() -> None:
     assert [r for r in RayReason if r.is_intended] == [
-        *(RayReason.RAY_KILL, RayReason.OWNER_DIED, RayReason.OUT_OF_SCOPE, RayReason.LEFT, RayReason.NODE_STOPPED)
+        *(RayReason.RAY_KILL, RayReason.OWNER_DIED, RayReason.OUT_OF_SCOPE, RayReason.LEFT),
+        *(RayReason.TERMINATED, RayReason.NODE_STOPPED),
     ]
     assert RayReason("of a later version") is RayReason.NO_WORD

@@ -38,7 +38,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import FULL_DISK, PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node
 
 TRAINER = "trainer"
 JOIN_FACTOR = 10
@@ -122,7 +122,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
     # It ends by the hand of whoever was paged, which can be seen.
-    lasts = FULL_DISK in incident.diagnosis.detectors
+    lasts = bool({FULL_DISK, ORPHAN} & {*incident.diagnosis.detectors})
     if attempt.plan.action is ActionKind.TOLERATE and (moot or not situation.observing):
         if attempt.page_oncall:
             paged = _page_oncall(incident, "nothing_helps", attempt.plan.because, situation)

@@ -51,6 +51,8 @@ COLLAPSE = "collapse"
 would cost more than a page costs when it is right."""
 FULL_DISK = "full_disk"
 """Of a disk without space. It names a node; no new process would find more space there."""
+ORPHAN = "orphan"
+"""Of an engine process without its server: no replica is at fault, and on-call is told the command that ends it."""
 ONCE = "wrong_numbers_once"
 """`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
 AGAIN = "wrong_numbers"
@@ -242,6 +244,8 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
         return _nothing(facts, because, page=True)
     if FULL_DISK in diagnosis.detectors:
         return _nothing(facts, f"{diagnosis.because}: no replica is evicted; {diagnosis.advice}", page=True)
+    if ORPHAN in diagnosis.detectors:
+        return _nothing(facts, f"{diagnosis.because}: no replica is at fault; {diagnosis.advice}", page=True)
     if ONCE in diagnosis.detectors:
         return _nothing(facts, f"{diagnosis.because}; a single occurrence is tolerated")
     remedy = diagnosis.fault_class.spec.remedy

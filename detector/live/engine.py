@@ -31,6 +31,7 @@ from rolecall.detector.live.stages.full_disk import FullDiskStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
+from rolecall.detector.live.stages.orphans import OrphansStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.ray_deaths import RayDeathsStage
@@ -58,6 +59,7 @@ STAGES: Stages = (
     SlowStage,
     AgentLostStage,
     FullDiskStage,
+    OrphansStage,
     NcclRasStage,
     NodeFaultsStage,
     RayDeathsStage,

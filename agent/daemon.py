@@ -30,6 +30,7 @@ from rolecall.core.rundir import bearer_token
 from rolecall.core.text import os_reason
 
 LOOPBACK = "127.0.0.1"
+HEALTH_SOCKET_NAME = "nvhcd.sock"
 NUM_DESCRIPTORS = 4096
 """Soft limit to set, where the hard limit allows: 256 watched processes, collectors with open files, connections."""
 HELP_COLUMNS = 80
@@ -214,6 +215,8 @@ def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         tls=web.tls.context if web and web.tls else None,
         allows=web.auth.allows if web and web.auth else None,
         group_registers=True,
+        health_socket=(file.node_health.socket or data_dir / HEALTH_SOCKET_NAME) if file.node_health.enabled else None,
+        health_watch=file.node_health.watch,
     )
 
 

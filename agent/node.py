@@ -40,6 +40,8 @@ from rolecall.core.telemetry import AgentEventKind
 if TYPE_CHECKING:
     import ssl
 
+    from rolecall.agent.node_health import HealthServer
+
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 1.0
@@ -86,6 +88,10 @@ class AgentSettings:
     """Accepted values of `Authorization` besides the bearer token; None: reading needs none."""
     group_registers: bool = False
     """Processes of the agent's group may register; else only those of its user."""
+    health_socket: Path | None = None
+    """Where NVRx's node health check is answered; None: nowhere."""
+    health_watch: str = ""
+    """URL of the watch that is asked then; empty: none."""
 
 
 class Agent:
@@ -97,6 +103,7 @@ class Agent:
         Raises:
             DirectoryInUse: another agent uses it.
             OSError: the directory, socket or port is unavailable.
+            ConfigError: the socket of the node health check is unavailable.
         """
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
@@ -168,6 +175,19 @@ class Agent:
         }
         mode = SOCKET_MODE if settings.group_registers else 0o600
         self._intake = RegistrationServer(self._dir / SOCKET_NAME, answerers, clock, mode)
+        self._health = self._health_server()
+
+    def _health_server(self) -> "HealthServer | None":
+        settings = self._settings
+        if settings.health_socket is None:
+            return None
+        # Only here: agents of a bundled run import neither httpx nor grpc.
+        from rolecall.agent.node_health import HealthServer, NodeFitness, ask_watch, booted_wall
+
+        url, node = settings.health_watch, settings.node
+        asks = (lambda: ask_watch(url, node)) if url else None
+        booted = booted_wall(settings.proc, self._clock)
+        return HealthServer(settings.health_socket, NodeFitness(self.events, self._clock, asks, booted_wall=booted))
 
     @property
     def url(self) -> str:
@@ -199,6 +219,8 @@ class Agent:
         self._probes.start()
         self._intake.start()
         self._http.start()
+        if self._health is not None:
+            self._health.start()
         start_ticks = process_start_ticks(os.getpid())
         logger.info("watches node %s, serves at %s", self._settings.node, self.url)
         if self._settings.tls is None and not is_loopback(self._settings.host):
@@ -237,6 +259,8 @@ class Agent:
     def _shut(self) -> None:
         (self._dir / "agent.json").unlink(missing_ok=True)
         self._http.stop()
+        if self._health is not None:
+            self._health.stop()
         self._intake.stop()
         self._probes.stop()
         self._exits.stop()

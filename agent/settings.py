@@ -124,6 +124,17 @@ class VllmSection(CollectorSection):
     """vLLM servers whose metrics are read and joined with role, replica and rank."""
 
 
+class NodeHealthSection(Section):
+    """Answers NVRx's `ft_launcher --ft-node-health-check-endpoint`: whether ranks may start on this node."""
+
+    enabled: bool = False
+    """Serve it. Needs the package grpcio."""
+    socket: Path | None = None
+    """Unix socket to listen on, for any user of the node. null: `nvhcd.sock` in `data_dir`."""
+    watch: Annotated[str, Field(pattern=r"^(https?://[^/?#]+)?$")] = ""
+    """URL of a watch (`--metrics`) whose incidents and quarantines count, too. Empty: only the agent's own events."""
+
+
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
     """Name of this node; use the name that Slurm, Kubernetes or Prometheus uses."""
@@ -158,6 +169,8 @@ class AgentFile(Section):
     """Read a node_exporter instead of network, infiniband and storage; set their enabled to false."""
     vllm: VllmSection = VllmSection()
     """vLLM engines of this node."""
+    node_health: NodeHealthSection = NodeHealthSection()
+    """NVRx's node health check."""
     proc: Path = Path("/proc")
     """The host's /proc; in a container perhaps /host/proc."""
     sys: Path = Path("/sys")

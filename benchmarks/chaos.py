@@ -73,6 +73,8 @@ SETTINGS = (
     "runtime.startup_timeout_seconds=300",  # of a standby, on a busy machine
     "recovery.verification_timeout_seconds=300",
     "runtime.reward_check_share=0.2",  # a wrong worker is compared within seconds
+    # At the demo's rate the toy has learned its task after 300 steps, and its policy collapses after 500: no fault.
+    "algorithm.learning_rate=1e-4",
 )
 DISK_BYTES = 512 << 20
 BOUND_SECONDS = {"hang": 90.0, "slow": 90.0, "wrong": 150.0, "nan": 150.0, "corrupt": 20.0, "down": 15.0, "full": 45.0}

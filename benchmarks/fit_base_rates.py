@@ -111,29 +111,30 @@ class Offenders:
 def fit_offenders(counts: Sequence[int], num_iterations: int = 500) -> Offenders:
     """Two Poisson rates by expectation maximization, from several starts."""
     mean = statistics.fmean(counts)
+    servers = Counter(counts)  # number of faults -> of how many servers
 
     def log_poisson(n: int, rate: float) -> float:
         return n * math.log(rate) - rate - math.lgamma(n + 1)
 
-    equal = sum(log_poisson(n, mean) for n in counts)
+    equal = sum(times * log_poisson(n, mean) for n, times in servers.items())
     best = Offenders(share=0.0, factor=1.0, log_likelihood=equal, log_likelihood_equal=equal)
     for first_factor in (2.0, 4.0, 8.0, 16.0):
         share, low, high = 0.1, mean / 2, mean * first_factor
         likelihood = -math.inf
         for _ in range(num_iterations):
-            weights, likelihood = [], 0.0
-            for n in counts:
+            of_bad, faults_of_bad, likelihood = 0.0, 0.0, 0.0
+            for n, times in servers.items():
                 bad = math.log(share) + log_poisson(n, high)
                 good = math.log1p(-share) + log_poisson(n, low)
                 top = max(bad, good)
                 total = math.exp(bad - top) + math.exp(good - top)
-                likelihood += top + math.log(total)
-                weights.append(math.exp(bad - top) / total)
-            of_bad = sum(weights)
+                likelihood += times * (top + math.log(total))
+                weight = times * math.exp(bad - top) / total
+                of_bad += weight
+                faults_of_bad += weight * n
             share = min(0.5, max(1e-4, of_bad / len(counts)))
-            high = sum(w * n for w, n in zip(weights, counts, strict=True)) / max(1e-9, of_bad)
-            rest = sum((1 - w) * n for w, n in zip(weights, counts, strict=True))
-            low = max(1e-6, rest / max(1e-9, len(counts) - of_bad))
+            high = faults_of_bad / max(1e-9, of_bad)
+            low = max(1e-6, (sum(counts) - faults_of_bad) / max(1e-9, len(counts) - of_bad))
         if likelihood > best.log_likelihood:
             best = Offenders(share=share, factor=high / low, log_likelihood=likelihood, log_likelihood_equal=equal)
     return best

@@ -166,12 +166,15 @@ actuator:
 """
     fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}
     actuators = _sections_in(fields.pop("actuator").annotation)
+    (nvsentinel,) = _sections_in(fields.pop("nvsentinel").annotation)
     rows = [f"| `{n}` | {_type(f)} | {_default(f)} | {_cell(f.description or '')} |" for n, f in fields.items()]
+    said = _cell(WatchedConfig.model_fields["nvsentinel"].description or "")
+    rows.append(f"| `nvsentinel` | [section](#nvsentinel) or null | null | {said} |")
     text = head + "\n".join(rows) + "\n"
     for actuator in actuators:
         kind = typing.get_args(actuator.model_fields["kind"].annotation)[0]
         text += "\n".join(_section(actuator, ("actuator", f"kind: {kind}"))) + "\n"
-    return text
+    return text + "\n".join(_section(nvsentinel, ("nvsentinel",))) + "\n"
 
 
 def _sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -34,9 +34,10 @@ from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistor
 from rolecall.detector.live.stages.engine import EngineProgress
 from rolecall.detector.live.stages.full_disk import FullDisk
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
-from rolecall.detector.live.stages.node_faults import NodeFault
 from rolecall.detector.live.stages.panels import PanelFault
+from rolecall.detector.live.stages.skipped import UsualCollectives
 from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
+from rolecall.formats.node_faults import NodeFault
 
 PLAIN: dict[str, type] = {
     c.__name__: c
@@ -52,7 +53,7 @@ PLAIN: dict[str, type] = {
             NotFinite,
         ),
         *(PanelFault, ProcessId, ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState),
-        StalledCommunicator,
+        *(StalledCommunicator, UsualCollectives),
     )
 }
 """Encoded field by field; derived fields (`init=False`) are recomputed."""

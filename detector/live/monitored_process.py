@@ -31,6 +31,9 @@ from rolecall.core.telemetry import (
 
 BEATS = "(beats)"
 """Pseudo-phase under which gaps between heartbeats are stored."""
+UNITS = "(units)"
+"""The same for the mean seconds of a unit of work, as the process itself measures them: of work too short to be
+sampled."""
 GAPS_KEPT = 512
 """Gaps kept per (role, phase): the P99 of 512 values depends on the five largest."""
 GAPS_MIN = 8
@@ -82,7 +85,7 @@ class ProgressGaps:
 
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
-        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS}
+        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS, UNITS}
         keys = [k for k in self.values if k[0] == role and k[1] not in excluded]
         known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
         return max(known) if known else None
@@ -409,6 +412,9 @@ def advance(
     # A unit may be much shorter than a sample interval: a process that changed phase may have worked in between.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
+        finished = sample.work_units - previous.work_units
+        if gaps is not None and finished > 0 and subject.experienced and not subject.tainted:
+            gaps.add(subject.role, UNITS, (sample.busy_seconds - previous.busy_seconds) / finished)
         subject.worked += units
         subject.worked_wall = now
     if _POSITION(previous) != _POSITION(sample):

@@ -110,6 +110,9 @@ signal. After that the sample alone counts."""
 OLD_EVENT_SECONDS = 900.0
 """Older events of processes without samples are ignored: a starting watcher receives all events retained by its agents,
 up to days of them. Equal to the time for which an exit is reported (`UNCOUNTED_GONE_SECONDS`)."""
+REPEATED_SECONDS = 5.0
+"""An older event was not received when it was written: its agent repeats it to a watch that starts. Exceptions that
+were minutes apart are not simultaneous then."""
 OFFSET_STEP_SECONDS = 5.0
 """An increase of the measured offset by this much means that a clock was set. If only one response was late, the next
 one corrects it."""
@@ -342,12 +345,14 @@ class MonitoredProcesses:
         if self.age(event) > OLD_EVENT_SECONDS and (event.process is None or event.process not in self.by_process):
             return
         if event.kind == AgentEventKind.RAYLET_EXITED:
-            self.raylets_gone[event.node] = now
+            self.raylets_gone[event.node] = min(now, self.wall_of(event))
             return
         if event.kind == AgentEventKind.EXCEPTION and event.replica:
             subject = self.subjects.get((event.replica, event.rank, event.incarnation))
             is_number = event.detail.get("type", "").rpartition(".")[2] in WRONG_NUMBERS
-            received = ReceivedException(event, now, subject.worked if subject else 0)
+            age = self.age(event)
+            at = now - age if age > REPEATED_SECONDS else now
+            received = ReceivedException(event, at, subject.worked if subject else 0)
             (self.wrong_numbers if is_number else self.exceptions).append(received)
         if not event.replica:
             return

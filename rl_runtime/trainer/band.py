@@ -9,6 +9,10 @@ therefore computed again by another trainer, within its step, like one that is n
 `spread` is 1.4826 x the median absolute deviation of the last `REMEMBERED` microbatches of committed steps, which all
 trainers know from the ballots; the band is part of their state. It is silent for the first `WARM_UP` microbatches. A
 gradient of 0 comes from groups with equal rewards: it is neither judged nor learned.
+
+Those that were outside and are committed all the same are proven right: while they are remembered, up to
+`PROVEN_FACTOR` x the farthest of them is usual, too. A policy that has learned its task has many tiny gradients and a
+large one now and then, each of which would else cost a second computation.
 """
 
 import math
@@ -33,6 +37,7 @@ NORM_FACTOR: Final = 10.0
 """Wide, because gradient norms spread over an order of magnitude, and more while a policy learns. A false alarm costs
 one computation (benchmarks/results/microbatch_band_*.md).
 """
+PROVEN_FACTOR: Final = 2.0
 LOSS_SPREAD_MIN: Final = 1e-3
 """Losses are sums of advantages of order one per token: less than this is rounding of a mean that is 0."""
 ROUNDING_RATIO: Final = 0.05
@@ -57,11 +62,13 @@ class LearnedBand:
         losses = [n.loss for n in self.learned]
         middle = median(losses)
         room = LOSS_SPREADS * max(_spread(losses, middle), LOSS_SPREAD_MIN)
+        room = max([room, *(PROVEN_FACTOR * far for far in (abs(loss - middle) for loss in losses) if far > room)])
         if abs(numbers.loss - middle) > room:
             return f"loss {numbers.loss:.3g}, usually {middle:.3g} and at most {room:.3g} from it"
         logs = [math.log(n.grad_norm) for n in self.learned]
         usual = median(logs)
         limit = usual + max(NORM_SPREADS * _spread(logs, usual), math.log(NORM_FACTOR))
+        limit = max([limit, *(log + math.log(PROVEN_FACTOR) for log in logs if log > limit)])
         if math.log(numbers.grad_norm) > limit:
             return (
                 f"gradient norm {numbers.grad_norm:.3g}, usually {math.exp(usual):.3g} and at most "
@@ -121,9 +128,7 @@ def differ(one: MicrobatchNumbers, other: MicrobatchNumbers) -> bool:
 
 
 def band_after(band: LearnedBand, ballots: Sequence[CommitVote], compared: Sequence[ComparedMicrobatch]) -> LearnedBand:
-    """The band after a step. If its unusual numbers are not one machine's fault, the run itself has changed: the band
-    restarts, so that a lasting new level costs one check and not one in each step.
-    """
-    changed = any(c.verdict in (CheckVerdict.SAME, CheckVerdict.SEVERAL) for c in compared)
+    """The band after a step. What two trainers computed differently, and neither as usual, is not learned."""
+    unclear = {c.first.microbatch_id for c in compared if c.verdict is CheckVerdict.UNCLEAR}
     stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
-    return (LearnedBand() if changed else band).after(s.numbers for s in stats)
+    return band.after(s.numbers for s in stats if s.microbatch_id not in unclear)

@@ -194,7 +194,7 @@ def config_digest(facts: Facts) -> str:
 def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
     zero, end = facts.started_at, facts.ended_at
-    joined = summarize_incidents(facts.events, facts.known, facts.replica_faults, facts.steps_undone)
+    joined = summarize_incidents(facts.events, facts.known, facts.faults, facts.steps_undone)
     committed = steps(facts.events)
     began = training_began(facts.events)
     begun = zero if began is None else began

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     ActionStarted,
@@ -292,12 +293,18 @@ def summarize_incidents(
 ) -> MatchedIncidents:
     """All incidents with their faults and times.
 
+    `faults`: those of rolecall's own processes belong to no incident, and one that tells of them is no false alarm.
     `steps_undone`: optimizer step -> wall time at which its groups were marked undone (from the ledger). `incidents`:
     if they are known; else they come from `events` too.
     """
     if incidents is None:
         incidents = fold(events, strict=False).values()
-    found, missed, false_alarms = _join([IncidentSummary(incident=i) for i in incidents], faults)
+    helpers = [f for f in faults if f.of_helper]
+    found, missed, alarms = _join(
+        [IncidentSummary(incident=i) for i in incidents], [f for f in faults if not f.of_helper]
+    )
+    by_id = {s.incident.incident_id: s.incident for s in found}
+    false_alarms = [which for which in alarms if not any(_tells_of(by_id[which], helper) for helper in helpers)]
     work = _Work(events)
     summaries = [
         _work_lost(
@@ -393,6 +400,13 @@ def _is_of(summary: IncidentSummary, fault: InjectedFault) -> bool:
     since = summary.incident.opened_at - fault.injected_at
     soon = -CLOCK_SLACK_SECONDS <= since < WRONG_NAME_SECONDS
     return len(fault.hit) > 1 and soon and _names(summary.incident, fault)
+
+
+def _tells_of(incident: Incident, helper: InjectedFault) -> bool:
+    """Whether an incident says that this agent does not answer: it takes a few seconds to start on a busy machine."""
+    since = incident.opened_at - helper.injected_at
+    is_control_plane = incident.diagnosis.fault_class is FaultClass.CONTROL_PLANE
+    return is_control_plane and -CLOCK_SLACK_SECONDS <= since < WRONG_NAME_SECONDS and _names(incident, helper)
 
 
 def _affects_replacement(incident: Incident, fault: InjectedFault) -> bool:

@@ -295,7 +295,7 @@ def observing_run(
             "run_id": run_id,
             "config": config,
             "agents": dict(agents),
-            "watched": watched.model_dump(mode="json", include={"actuator", "roles", "deadline_seconds"}),
+            "watched": watched.model_dump(mode="json", exclude={"recovery", "detector"}),
         }
     )
     Journal(run.database_url).close()  # creates it, so that other commands can read it

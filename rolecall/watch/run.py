@@ -54,6 +54,7 @@ from rolecall.recovery.operators import queries
 from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
+from rolecall.watch.evidence.node_health import NvSentinelHealth
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
@@ -271,7 +272,14 @@ def watch_run(
         local = data_dirs_of_jobs(os.geteuid(), os.environ)
         return given if given or ours else local_authorization(url, local)
 
-    pull = EvidencePull(run, lambda: listed.newest, evidence_authorization, lambda: detector.processes(), clock)
+    pull = EvidencePull(
+        run,
+        lambda: listed.newest,
+        evidence_authorization,
+        lambda: detector.processes(),
+        clock,
+        node_health=NvSentinelHealth(watched.nvsentinel) if watched.nvsentinel is not None else None,
+    )
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings, pull.probe)
     meter, server, external = Meter(clock), None, None
     source.start()

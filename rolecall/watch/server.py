@@ -7,12 +7,13 @@ journal and a hanging Prometheus do not block each other.
 import logging
 import resource
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from itertools import islice
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,13 +25,17 @@ from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
+from rolecall.core.faults import Remedy
+from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import RunStarted
 from rolecall.core.metrics.metric import MetricValue
+from rolecall.core.nodes import QUARANTINE_KINDS, nodes_quarantined_by
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import os_reason
+from rolecall.core.text import os_reason, plain
 from rolecall.recovery.fleet_view import RunPlaces, fleet_view
-from rolecall.recovery.incidents import IncidentProjection
+from rolecall.recovery.incidents import Incident, IncidentProjection, IncidentState
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.run_totals import run_account
@@ -54,6 +59,14 @@ ENDPOINTS = (
         "metrics",
         "the watch itself, incidents and the run ([metrics](metrics.md)); the newest values, never waiting for a tick",
     ),
+    Endpoint(
+        "/v1/unfit",
+        "unfit",
+        'JSON: reasons why nothing should start on node N: `{"node": N, "unfit": [reason, ...], "acting": true}`; open '
+        "incidents whose fault stays with the node, and its quarantine. An agent asks for it where it answers [NVRx's "
+        "node health check](../howto/slurm.md#nvrx)",
+        "node=N",
+    ),
     Endpoint("/healthz", "healthz", "200 while the watch's ticks continue, else 503"),
 )
 
@@ -65,7 +78,10 @@ class JournalMetricsPoller:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
         self._reader, self._account, self._projection = JournalReader(), run_account(job), IncidentProjection()
         self._places = RunPlaces()
+        self._quarantines: list[Event] = []
         self.values: tuple[MetricValue, ...] = ()
+        self.unfit: Mapping[str, tuple[str, ...]] | None = None
+        """Node -> reasons why nothing should start there. None: not known yet."""
 
     def poll(self) -> bool:
         """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
@@ -77,10 +93,13 @@ class JournalMetricsPoller:
                     if isinstance(event.payload, RunStarted):
                         self._places = RunPlaces.told(event.payload)
                     self._account.take(event)
+                if event.kind in QUARANTINE_KINDS:
+                    self._quarantines.append(event)
             self._projection.take(page.events, page.damaged)
         if not self._reader.at_end:
             return False
         self._projection.to_notify.clear()  # no notifications are sent from here
+        self.unfit = unfit_nodes(self._projection.incidents.values(), nodes_quarantined_by(self._quarantines))
         now = self._clock.wall()
         view = JournalView(
             read_at=now,
@@ -96,6 +115,18 @@ class JournalMetricsPoller:
             *run_values(view, account, self._job, self._run_id, now, ours=self._ours),
         )
         return True
+
+
+def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) -> dict[str, tuple[str, ...]]:
+    """Node -> reasons why nothing should start there: open incidents whose newest diagnosis is a fault that stays with
+    the node, and its quarantine. A crash or hang there is none."""
+    found = {str(node): ["it is quarantined"] for node in quarantined}
+    for incident in incidents:
+        diagnosis = incident.diagnosis
+        if incident.state is not IncidentState.CLOSED and diagnosis.fault_class.spec.remedy is Remedy.MOVE:
+            for node in dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node):
+                found.setdefault(node, []).append(f"incident {incident.incident_id}: {plain(diagnosis.because, 300)}")
+    return {node: tuple(reasons) for node, reasons in found.items()}
 
 
 class WatchServer:
@@ -182,6 +213,15 @@ class WatchServer:
     def _tick_age(self) -> float:
         view = self._meter.view
         return max(0.0, self._clock.wall() - (view.ended_at or view.started_at))
+
+    def unfit(self, request: Request) -> Response:
+        node = request.query_params.get("node", "")
+        if not node:
+            raise HTTPException(HTTPStatus.BAD_REQUEST, "node: expected the name of a node")
+        unfit = self._poller.unfit
+        if unfit is None:
+            raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, "the journal is not read yet")
+        return json_response({"node": node, "unfit": unfit.get(node, ()), "acting": self._meter.view.acting})
 
     def healthz(self, _request: Request) -> Response:
         age = self._tick_age()

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,6 +22,7 @@ from rolecall.dashboards.grafana.rules import rules_yaml
 from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB, parse_address
 from rolecall.watch.agents import entries_of
 from tests.agent.processes import AgentProcess
+from tests.recovery.actuators.kubernetes_schemas import SUPPORTED, problems
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -204,6 +206,8 @@ def test_the_pod_gets_no_more_than_it_must() -> None:
 
 
 WATCH = DEPLOY / "kubernetes" / "watch-deployment.yaml"
+RBAC = DEPLOY / "kubernetes" / "watch-rbac.yaml"
+NVSENTINEL = DEPLOY / "kubernetes" / "watch-rbac-nvsentinel.yaml"
 SIDECAR = DEPLOY / "kubernetes" / "ray-sidecar.yaml"
 KUSTOMIZATION = DEPLOY / "kubernetes" / "kustomization.yaml"
 
@@ -216,7 +220,7 @@ def test_the_base_has_each_manifest_that_is_applied_and_no_example() -> None:
     base = yaml.safe_load(KUSTOMIZATION.read_text())
     assert (base["apiVersion"], base["kind"]) == ("kustomize.config.k8s.io/v1beta1", "Kustomization")
     assert all((KUSTOMIZATION.parent / name).is_file() for name in base["resources"])
-    others = {KUSTOMIZATION.name, SIDECAR.name, "prometheus.yaml"}
+    others = {KUSTOMIZATION.name, SIDECAR.name, "prometheus.yaml", NVSENTINEL.name}
     assert {*base["resources"], *others} == {p.name for p in KUSTOMIZATION.parent.iterdir()}
     seen = [
         (m["apiVersion"], m["kind"], m["metadata"].get("namespace", ""), m["metadata"]["name"])
@@ -266,7 +270,7 @@ def test_the_watch_is_started_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_watch_may_do_what_its_role_grants_and_no_more() -> None:
-    manifests, rbac = _by_kind(WATCH), _by_kind(DEPLOY / "kubernetes" / "watch-rbac.yaml")
+    manifests, rbac = _by_kind(WATCH), _by_kind(RBAC)
     deployment = manifests["Deployment"]
     pod = deployment["spec"]["template"]["spec"]
     assert pod["serviceAccountName"] == rbac["ServiceAccount"]["metadata"]["name"]
@@ -325,6 +329,44 @@ def test_an_agent_starts_with_the_sidecars_configuration(tmp_path: Path) -> None
         assert agent.get("/healthz")[0] == 200
     finally:
         agent.close()
+
+
+MANIFESTS = (DAEMONSET, WATCH, RBAC, NVSENTINEL, SIDECAR)
+
+
+@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
+def test_manifests_are_valid_by_the_published_schemas(path: Path, version: str) -> None:
+    for manifest in yaml.safe_load_all(path.read_text()):
+        assert problems(manifest, version) == [], manifest["kind"]
+
+
+FREE = {"data", "labels", "annotations", "matchLabels", "nodeSelector", "limits", "requests", "rayStartParams"}
+"""Fields whose keys are the author's."""
+
+
+def _nested(value: Any) -> Iterator[dict[str, Any]]:
+    """`value` and all mappings within, but those in `FREE`."""
+    if isinstance(value, dict):
+        yield value
+        for key, part in value.items():
+            if key not in FREE:
+                yield from _nested(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _nested(part)
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
+def test_a_misspelled_field_anywhere_in_a_manifest_is_found(path: Path) -> None:
+    places = 0
+    for manifest in yaml.safe_load_all(path.read_text()):
+        for place in _nested(manifest):
+            place["mispelled"] = 1
+            assert any("mispelled" in p for p in problems(manifest)), place
+            del place["mispelled"]
+            places += 1
+    assert places > 5
 
 
 # --- Prometheus ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,17 @@ THEIRS_ALLOWED = {
     "rolecall.core": {"httpx", "pydantic", "sqlalchemy", "yaml"},
     "rolecall.formats": set(),
     "rolecall.detector": {"numba", "numpy", "polars", "pydantic", "safetensors", "sklearn", "torch"},
-    "rolecall.agent": {"anyio", "bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml", "starlette", "uvicorn"},
+    "rolecall.agent": {
+        "anyio",
+        "bcrypt",
+        "grpc",
+        "prometheus_client",
+        "py_spy",
+        "pydantic",
+        "pynvml",
+        "starlette",
+        "uvicorn",
+    },
     "rolecall.dashboards.grafana": {"grafana_client", "grafana_foundation_sdk", "niquests", "yaml"},
 }
 """Package -> third-party packages it may import at all."""

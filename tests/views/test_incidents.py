@@ -39,11 +39,19 @@ class Tale:
         self.events.append(event)
         return self
 
-    def opened(self, at: float, incident: str, replica: str, incarnation: int | None = 1, **changes: Any) -> "Tale":
+    def opened(
+        self,
+        at: float,
+        incident: str,
+        replica: str,
+        incarnation: int | None = 1,
+        fault_class: FaultClass = FaultClass.HANG,
+        **changes: Any,
+    ) -> "Tale":
         suspect = {"node": NodeId("node-3"), "replica": replica, "incarnation": incarnation, **changes}
         diagnosis = Diagnosis(
             suspects=(Suspect(**suspect),),
-            fault_class=FaultClass.HANG,
+            fault_class=fault_class,
             onset=at - 1,
             detected_at=at,
             confidence=1.0,
@@ -114,6 +122,26 @@ def test_a_whole_run_is_reported_with_the_times_at_which_things_happened(fake_ru
     assert kill["step_committed_seconds"] is None and kill["tokens_kept"] == 862
     assert hang["step_committed_seconds"] == pytest.approx(1.4, abs=1e-3) and hang["tokens_kept"] == 0
     assert slow["replacements"][0]["from_standby"] and not hang["replacements"][0]["from_standby"]
+
+
+@pytest.mark.parametrize(
+    ("at", "node", "fault_class", "false_alarms"),
+    [
+        (14.0, "node-3", FaultClass.CONTROL_PLANE, ()),
+        (14.0, "node-3", FaultClass.NODE_LOST, ("i-1",)),
+        (14.0, "node-2", FaultClass.CONTROL_PLANE, ("i-1",)),
+        (9.0, "node-3", FaultClass.CONTROL_PLANE, ("i-1",)),
+    ],
+)
+def test_an_incident_of_a_killed_agent_is_no_false_alarm(
+    at: float, node: str, fault_class: FaultClass, false_alarms: tuple[str, ...]
+) -> None:
+    """On a busy machine its next process takes longer than the grace for it."""
+    tale = Tale().opened(at, "i-1", "", None, fault_class, node=NodeId(node))
+    killed = InjectedFault(kind="agent-kill", target="node-3", node="node-3", pid=7, start_ticks=8, injected_at=10.0)
+    joined = tale.reported(killed)
+    assert joined.false_alarms == false_alarms and not joined.missed
+    assert [s.fault for s in joined.summaries] == [None]
 
 
 @pytest.mark.parametrize("updated", [False, True], ids=["found by the runtime", "found by a detector"])

@@ -192,7 +192,7 @@ class AccountingWorker:
         known = incarnation_records(events, journal.actual())
         faults, error = injected_faults(self._settings.run)
         replica_faults = [f for f in faults if not f.of_helper]
-        joined = summarize_incidents(events, known, replica_faults)
+        joined = summarize_incidents(events, known, faults)
         committed, began = steps(events), training_began(events)
         lease = journal.lease(LEASE_NAME)
         until = counted_until(

@@ -135,6 +135,7 @@ class UserCodeStage(Stage):
             if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
                 by_print[(seen.event.role, fingerprint)].append(seen)
         for (role, fingerprint), seen_list in by_print.items():
+            seen_list.sort(key=lambda seen: seen.received_wall)
             why = _why(fleet, role, seen_list, tick.expected_roles)
             # Whether the role has since progressed beyond the step in which it failed.
             last = max(step_of(seen) for seen in seen_list)

@@ -25,6 +25,7 @@ from rolecall.detector.live.monitored_process import (
     BEATS,
     LONG_UNITS_FACTOR,
     SINGLE_PHASES,
+    UNITS,
     Deadline,
     MonitoredProcess,
     ProgressClocks,
@@ -62,6 +63,9 @@ PHASES_BEFORE_WORK = SINGLE_PHASES | PHASES_WITHOUT_DUE_PROGRESS
 """Of a process that has not worked yet: imports hold the interpreter in a start, and nothing does in the others. In
 other phases its first unit of work may compile."""
 
+MEASURED_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE})
+"""Phases that end with a unit of work whose seconds the process reports, and in which it waits for no other one."""
+
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL, Phase.STEP})
 
 
@@ -95,6 +99,8 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     p99 = fleet.gaps.p99(role, phase)
     if p99 is None and phase not in RARE_PHASES:
         p99 = fleet.gaps.p99_of_role(role)
+        if p99 is None and phase in MEASURED_PHASES:
+            p99 = fleet.gaps.p99(role, UNITS)
     is_long = p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds
     deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)

@@ -24,7 +24,6 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    in_the_same_pods,
     pods_of_members,
     read_object,
     said,
@@ -43,7 +42,8 @@ TEST_FAILED = 422
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """A worker group of the RayCluster. `index`: its place in the list; `listed`: its `workersToDelete`."""
+    """A worker group of the RayCluster. `index`: its place in the list; `listed`: its `workersToDelete`; `strategy`: it
+    has a `scaleStrategy`, which has further fields."""
 
     version: str
     index: int
@@ -51,6 +51,7 @@ class _Group:
     replicas: Any
     hosts: int
     listed: tuple[str, ...]
+    strategy: bool
 
 
 class KubeRay:
@@ -64,7 +65,7 @@ class KubeRay:
         self._path = f"/apis/ray.io/v1/namespaces/{config.namespace}/rayclusters/{quote(config.cluster, safe='')}"
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        return in_the_same_pods(order, self._config.selector)
+        return self._api.also_hit(order, self._config.selector)
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:
@@ -112,7 +113,7 @@ class KubeRay:
                 f"delete-{n}",
                 f"have {self._words} delete {', '.join(names)}",
                 group,
-                {"op": "add", "path": f"{_at(group)}/scaleStrategy", "value": {"workersToDelete": list(names)}},
+                _listing(group, names),
             )
             if tried.status == 200:
                 asked.clear()
@@ -205,6 +206,7 @@ class KubeRay:
                     replicas=value.get("replicas"),
                     hosts=int(value.get("numOfHosts") or 1),
                     listed=tuple(str(one) for one in listed),
+                    strategy=value.get("scaleStrategy") is not None,
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise ActuatorError(f"{self._words}: its groups cannot be read: {plain(repr(e), 200)}") from None
@@ -281,6 +283,13 @@ class KubeRay:
             if group.listed and not (yield from self._existing(group, 0)):
                 yield from self._clear(group.name, group.listed)
         return done
+
+
+def _listing(group: _Group, names: Sequence[str]) -> Mapping[str, Any]:
+    """The operation that puts `names` into `workersToDelete` and leaves the other fields of `scaleStrategy`."""
+    if group.strategy:
+        return {"op": "add", "path": f"{_at(group)}/scaleStrategy/workersToDelete", "value": list(names)}
+    return {"op": "add", "path": f"{_at(group)}/scaleStrategy", "value": {"workersToDelete": list(names)}}
 
 
 def _at(group: _Group) -> str:

@@ -18,7 +18,6 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    in_the_same_pods,
     pods_of_members,
     said,
 )
@@ -37,7 +36,7 @@ class Kubernetes:
         self.supports = frozenset({ActionKind.REPLACE_REPLICA, *move})
 
     def also_hit(self, order: Order) -> Sequence[str]:
-        return in_the_same_pods(order, self._config.pod or self._config.selector)
+        return self._api.also_hit(order, self._config.pod or self._config.selector)
 
     def replace(self, order: Order) -> Procedure:
         if not order.members:

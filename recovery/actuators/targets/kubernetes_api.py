@@ -4,8 +4,13 @@ A pod's name says nothing about time: a StatefulSet gives it to the next pod, to
 its pod. Where the agent cannot read that, as in an agent in the same pod, a pod holds a process only if its container
 started before the agent first saw the process. From then on the pod is meant by its UID. Changes of nodes carry the
 resource version that was read, so that a change by someone else in between is a conflict, and is read again.
+
+Where NVSentinel runs, it may cordon the node instead (`cordon_by`): a MaintenanceRequest names the node, and NVSentinel
+cordons and drains it. It acts at once and undoes it when the request is deleted, which a person does.
 """
 
+import hashlib
+import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -31,6 +36,10 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 GONE = 404
 CONFLICT = 409
+NVSENTINEL = "nvsentinel.dgxc.nvidia.com/v1"
+MAINTENANCE_REQUESTS = f"/apis/{NVSENTINEL}/maintenancerequests"
+CORDON_SECONDS = 60.0
+"""For NVSentinel to cordon a node: its event passes a datastore; a lock on the node is tried again every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,28 +177,30 @@ class KubernetesApi:
                     left = left[1:]
         return tuple(p.name for p in left)
 
+    def also_hit(self, order: Order, template: str) -> list[str]:
+        """Other replicas that end: those in the same pods (`in_the_same_pods`), and, where NVSentinel drains the node,
+        all with processes there."""
+        hit = in_the_same_pods(order, template)
+        if order.leave_node and self._config.cordon_by == "nvsentinel":
+            hit += [m.label for m in order.others if m.node == order.node]
+        return sorted({*hit})
+
     def cordon(self, node: str, order: Order) -> Generator[Call, Reply, str]:
         """What was done, to be added to a sentence. Raises ActuatorError: the node is not cordoned."""
-        path = f"/api/v1/nodes/{quote(node, safe='')}"
+        if self._config.cordon_by == "nvsentinel":
+            return (yield from self._request_maintenance(node, order))
         reply = Reply(status=REFUSED)
         for n in range(TRIES_MAX):
-            words = f"read node {node}"
-            value = read_object((yield from self.read(f"node-{n}", words, path)), words)
-            metadata, spec = value.get("metadata"), value.get("spec") or {}
-            if not isinstance(metadata, dict) or not isinstance(spec, dict) or metadata.get("name") != node:
-                raise ActuatorError(f"{words}: the answer is another object")
-            if not metadata.get("resourceVersion"):
-                raise ActuatorError(f"{words}: the answer has no resource version")
-            if spec.get("unschedulable"):
+            version, cordoned = yield from self._node(f"node-{n}", node)
+            if cordoned:
                 return f"; node {node} is cordoned"
-            because = plain(f"{order.incident_id}: {order.because}", ANNOTATION_CHARACTERS)
             reply = yield self.call(
                 f"cordon-{n}",
                 f"cordon node {node}",
                 "PATCH",
-                path,
+                _path_of_node(node),
                 body={
-                    "metadata": {"resourceVersion": metadata["resourceVersion"], "annotations": {ANNOTATION: because}},
+                    "metadata": {"resourceVersion": version, "annotations": {ANNOTATION: _because(order)}},
                     "spec": {"unschedulable": True},
                 },
                 content_type=MERGE_PATCH,
@@ -199,6 +210,108 @@ class KubernetesApi:
             if reply.status != CONFLICT and not reply.unavailable:
                 break
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
+
+    def _node(self, key: str, node: str) -> Generator[Call, Reply, tuple[str, bool]]:
+        """Its resource version, and whether it is cordoned. Raises ActuatorError: it cannot be read."""
+        words = f"read node {node}"
+        value = read_object((yield from self.read(key, words, _path_of_node(node))), words)
+        metadata, spec = value.get("metadata"), value.get("spec") or {}
+        if not isinstance(metadata, dict) or not isinstance(spec, dict) or metadata.get("name") != node:
+            raise ActuatorError(f"{words}: the answer is another object")
+        if not metadata.get("resourceVersion"):
+            raise ActuatorError(f"{words}: the answer has no resource version")
+        return str(metadata["resourceVersion"]), bool(spec.get("unschedulable"))
+
+    def _request_maintenance(self, node: str, order: Order) -> Generator[Call, Reply, str]:
+        """Has NVSentinel cordon the node, and waits until it is. The name of the request is that of the order, so that
+        a second one for it does nothing. Raises ActuatorError: the node is not cordoned."""
+        if node != order.node:
+            raise ActuatorError(
+                f"NVSentinel drains whole nodes, and what runs on {node} is not known: its agent is named {order.node}"
+            )
+        _, cordoned = yield from self._node("node-0", node)
+        if cordoned:
+            return f"; node {node} is cordoned"
+        name = f"rolecall-{hashlib.sha256(order.key.encode()).hexdigest()[:16]}"
+        reply = Reply(status=REFUSED)
+        for n in range(TRIES_MAX):
+            reply = yield self.call(
+                f"maintenance-{n}",
+                f"ask NVSentinel to cordon and drain node {node}",
+                "POST",
+                MAINTENANCE_REQUESTS,
+                body=maintenance_request(name, node, _because(order)),
+                assumed=Reply(status=201, text="{}"),
+                after_seconds=float(n),
+            )
+            if not reply.unavailable:
+                break
+        if reply.status not in (200, 201, CONFLICT):  # 409: it was created before
+            raise ActuatorError(f"NVSentinel was not asked to cordon node {node}, and nothing was ended: {said(reply)}")
+        waited, n = 0.0, 0
+        yes = json.dumps({"metadata": {"name": node, "resourceVersion": "0"}, "spec": {"unschedulable": True}})
+        while waited < CORDON_SECONDS:
+            after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
+            reply = yield self.call(
+                f"cordoned-{n}",
+                f"read whether node {node} is cordoned",
+                "GET",
+                _path_of_node(node),
+                assumed=Reply(status=200, text=yes),
+                after_seconds=after,
+            )
+            spec = (reply.json or {}).get("spec") if isinstance(reply.json, dict) else None
+            if reply.status == 200 and isinstance(spec, dict) and spec.get("unschedulable"):
+                return f"; NVSentinel has cordoned node {node} for MaintenanceRequest {name}, and drains it"
+            waited, n = waited + after, n + 1
+        why = yield from self._why_not(name)
+        raise ActuatorError(
+            f"NVSentinel has not cordoned node {node} within {CORDON_SECONDS:g} s, and nothing was ended{why}; it may"
+            f" still do so: delete MaintenanceRequest {name} to withdraw it"
+        )
+
+    def _why_not(self, name: str) -> Generator[Call, Reply, str]:
+        """What the request's condition says; empty: nothing."""
+        reply = yield self.call(
+            "maintenance-said", f"read MaintenanceRequest {name}", "GET", f"{MAINTENANCE_REQUESTS}/{name}"
+        )
+        status = (reply.json or {}).get("status") if isinstance(reply.json, dict) else None
+        conditions = status.get("conditions") if isinstance(status, dict) else None
+        for one in conditions if isinstance(conditions, list) else ():
+            if isinstance(one, dict) and one.get("type") == "HealthEventEmitted" and one.get("status") != "True":
+                return plain(f": {one.get('reason', '')}: {one.get('message', '')}", 300)
+        return ""
+
+
+def maintenance_request(name: str, node: str, because: str) -> dict[str, Any]:
+    """NVSentinel's resource by which others ask it to cordon and drain a node (its ADR-051). `NONE`: after the drain
+    nothing more is done, and the node stays cordoned until the request is deleted."""
+    return {
+        "apiVersion": NVSENTINEL,
+        "kind": "MaintenanceRequest",
+        "metadata": {"name": name},
+        "spec": {
+            "healthEvent": {
+                "version": 1,
+                "agent": "rolecall",
+                "componentClass": "Node",
+                "checkName": "RolecallNodeFault",
+                "nodeName": node,
+                "isHealthy": False,
+                "isFatal": False,
+                "recommendedAction": "NONE",
+                "message": because,
+            }
+        },
+    }
+
+
+def _path_of_node(node: str) -> str:
+    return f"/api/v1/nodes/{quote(node, safe='')}"
+
+
+def _because(order: Order) -> str:
+    return plain(f"{order.incident_id}: {order.because}", ANNOTATION_CHARACTERS)
 
 
 def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, Pod]:
@@ -237,7 +350,7 @@ def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None
 def in_the_same_pods(order: Order, template: str) -> list[str]:
     """Other replicas with processes on the same nodes, but those that are known to be in other pods there, or for which
     `template` (a name or selector) stands for other pods. It says nothing of other roles unless it names the role."""
-    names_role = "{role" in template or "{replica" in template
+    names_role = "{role" in template
     pods: dict[str, set[str]] = {}
     named: dict[str, set[str]] = {}
     for member in order.members:

@@ -13,6 +13,8 @@ COMMAND_FIELDS = frozenset(
 REPLICA_FIELDS = frozenset({"replica", "role", "index", "incarnation", "node"})
 MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
 """Of templates that name where a replica's process runs."""
+POD_FIELDS = MEMBER_FIELDS - {"replica"}
+"""Of names of pods and values of labels, which contain no slash, as `rollout/1` does."""
 
 
 def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
@@ -137,16 +139,9 @@ class SlurmActuator(Section):
         return _checked_template(text, MEMBER_FIELDS)
 
 
-class _KubernetesApi(Section):
+class KubernetesServer(Section):
     """How the API server of Kubernetes is reached; the defaults are right inside a pod."""
 
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-    """Of the job's pods."""
-    container: str = ""
-    """The container of a pod that holds the job's processes. Empty: the pod's first."""
-    cordon: bool = True
-    """For a fault that stays with the node: its node is cordoned before the pod ends; this needs permission to patch
-    nodes. false: such faults page on-call."""
     api: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")] = "https://kubernetes.default.svc"
     """URL of the API server."""
     token_path: str = "/var/run/secrets/kubernetes.io/serviceaccount/token"
@@ -155,6 +150,19 @@ class _KubernetesApi(Section):
     """File with the certificates of the authority that signed the server's. Empty: the system's."""
     call_seconds: Seconds = 10.0
     """Deadline of each request."""
+
+
+class _KubernetesApi(KubernetesServer):
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+    """Of the job's pods."""
+    container: str = ""
+    """The container of a pod that holds the job's processes. Empty: the pod's first."""
+    cordon: bool = True
+    """For a fault that stays with the node: its node is cordoned before the pod ends; this needs permission to patch
+    nodes. false: such faults page on-call."""
+    cordon_by: Literal["rolecall", "nvsentinel"] = "rolecall"
+    """`nvsentinel`: a MaintenanceRequest asks NVSentinel (1.25 or newer) to cordon that node. It then drains the whole
+    node: all other replicas there end, too."""
 
 
 class KubernetesActuator(_KubernetesApi):
@@ -172,7 +180,7 @@ class KubernetesActuator(_KubernetesApi):
     @field_validator("pod", "selector")
     @classmethod
     def _templates(cls, text: str) -> str:
-        return _checked_template(text, MEMBER_FIELDS)
+        return _checked_template(text, POD_FIELDS)
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
@@ -197,7 +205,7 @@ class KubeRayActuator(_KubernetesApi):
     @field_validator("selector")
     @classmethod
     def _template(cls, text: str) -> str:
-        return _checked_template(text, MEMBER_FIELDS)
+        return _checked_template(text, POD_FIELDS)
 
 
 ActuatorConfig = Annotated[

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator
+from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator, KubernetesServer
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
@@ -18,6 +18,13 @@ class WatchedDetectorConfig(DetectorConfig):
     poll_seconds: Seconds = 0.5
     """Interval of requests for samples, which delays findings from samples by half of it; longer over hundreds of
     agents. Events are not delayed."""
+
+
+class NvSentinelConfig(KubernetesServer):
+    """Reads what NVSentinel says of the nodes of an incident, from their Node objects; changes nothing."""
+
+    label_prefix: str = "k8saas.nvidia.com/"
+    """`labelPrefix` of its fault-quarantine."""
 
 
 class WatchedConfig(Section):
@@ -34,6 +41,8 @@ class WatchedConfig(Section):
     job or of another one on the same nodes, is never touched: on-call is paged."""
     deadline_seconds: Seconds = 300.0
     """Of one action, all its calls together."""
+    nvsentinel: NvSentinelConfig | None = None
+    """Whether NVSentinel has cordoned the nodes of an incident, and why, becomes evidence of it. null: not read."""
 
 
 def parse_watched(value: Any, source: str = "") -> WatchedConfig:

@@ -34,6 +34,7 @@ from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import EVIDENCE_DIR, run_redactor
 from rolecall.reports.redaction import STACKS, Redactor, redacted
 from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
+from rolecall.watch.evidence.node_health import NodeHealth
 from rolecall.watch.evidence.requests import KIND_TEXTS, EvidenceRequest, process_name, select_evidence
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class _Job:
 
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
+    nodes: tuple[str, ...] = ()  # of its suspects
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +179,12 @@ class EvidencePull:
         clock: Clock,
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
+        node_health: Callable[[Sequence[str]], NodeHealth] | None = None,
     ) -> None:
         """`agents`: node -> URL. `authorization`: URL -> the header's value with the bearer token; empty: no request
-        is sent there. `fleet`: the processes that the detectors know, called by `request`."""
+        is sent there. `fleet`: the processes that the detectors know, called by `request`. `node_health`: what another
+        system says of nodes; None: no other one is asked."""
+        self._node_health = node_health
         self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
         self._clock, self._deadline_seconds = clock, deadline_seconds
         self._jobs: queue.Queue[_Job] = queue.Queue(NUM_WAITING_MAX)
@@ -191,10 +196,11 @@ class EvidencePull:
 
     def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
         asks = tuple(select_evidence(diagnosis, self._fleet()))
-        if not asks:
+        nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)) if self._node_health else ()
+        if not asks and not nodes:
             return
         try:
-            self._enqueue(_Job(incident_id=incident_id, asks=asks))
+            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes))
         except queue.Full:
             because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
             self._record(incident_id, missing=[because])
@@ -257,6 +263,8 @@ class EvidencePull:
         started_at = self._clock.monotonic()
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         missing = _missing(answers)
+        health = self._node_health(job.nodes) if self._node_health and job.nodes else NodeHealth()
+        missing += health.missing
         folder = self._run.path / EVIDENCE_DIR / job.incident_id
         try:
             kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
@@ -267,7 +275,9 @@ class EvidencePull:
             missing.append(f"the collected evidence could not be stored: {e.strerror or e}")
         seconds = self._clock.monotonic() - started_at
         self._findings.extend(f for f in analysis.findings if f.fault_class.spec.settles_ties)
-        self._record(job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds)
+        self._record(
+            job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds, health=health.statements
+        )
 
     def _pull_probe(self, job: _Job) -> None:
         """Its files are not kept."""
@@ -387,14 +397,15 @@ class EvidencePull:
         analysis: EvidenceAnalysis | None = None,
         missing: Sequence[str] = (),
         seconds: float = 0.0,
+        health: Sequence[str] = (),
     ) -> None:
         analysis = analysis or EvidenceAnalysis()
-        if not kept and not missing:
+        if not kept and not missing and not health:
             return  # these agents do not provide the requested kinds
         collected = EvidenceCollected(
-            because=_because(kept, analysis, missing),
+            because=_because(kept, analysis, missing, health),
             files=tuple(_described(f, self._run.path) for f in kept),
-            statements=tuple(plain(text) for text in analysis.statements[:NUM_STATEMENTS_MAX]),
+            statements=tuple(plain(text) for text in (*health, *analysis.statements)[:NUM_STATEMENTS_MAX]),
             findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in analysis.findings[:NUM_STATEMENTS_MAX]),
             missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_STATEMENTS_MAX]),
             seconds=round(seconds, 3),
@@ -421,12 +432,14 @@ def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     return texts
 
 
-def _because(kept: Sequence[EvidenceFile], analysis: EvidenceAnalysis, missing: Sequence[str]) -> str:
+def _because(
+    kept: Sequence[EvidenceFile], analysis: EvidenceAnalysis, missing: Sequence[str], health: Sequence[str]
+) -> str:
     numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in EvidenceKind]
     had = [f"{n} {KIND_TEXTS[kind]}{'s' * (n > 1)}" for kind, n in numbers if n]
-    texts = [f.because for f in analysis.findings]
-    summary = ", ".join(had) or "no evidence"
-    return plain("; ".join([summary, *texts[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
+    texts = [*health[:NUM_NAMED_MAX], *[f.because for f in analysis.findings][:NUM_NAMED_MAX]]
+    summary = [", ".join(had) or "no evidence"] if had or not health else []
+    return plain("; ".join([*summary, *texts, *(missing[:1] if not had else ())]))
 
 
 def _described(file: EvidenceFile, root: Path) -> EvidenceFileRecord:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -218,3 +219,25 @@ def test_it_imports_without_the_heavy_ones_and_quickly() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def _never_sampled(seen: Observation, role: str, phase: str) -> Observation:
+    """Without the samples of a phase: it is much shorter than the time between two of them."""
+    batches = tuple(
+        replace(b, processes=tuple(s for s in b.processes if (s.role, s.phase) != (role, phase))) for b in seen.batches
+    )
+    return replace(seen, batches=batches)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["lock", "read"])
+def test_a_hang_in_a_phase_too_short_to_have_been_sampled_is_found_in_time(kind: str, seed: int) -> None:
+    """A reward worker scores for a millisecond, a few times a second, and waits otherwise."""
+    fleet, detector = FakeFleet(seed=seed), LiveDetector(CONFIG)
+    for o in fleet.run(60.0):
+        assert detector.observe(_never_sampled(o, "reward", Phase.SCORE)) == []
+    worker = fleet.processes["reward/1"]
+    worker.enter(Phase.SCORE, fleet.now, units=8)
+    worker.fault = FakeFault(kind)
+    reported = [d for o in fleet.run(8.0) for d in detector.observe(o)]
+    assert {d.key for d in reported} == {"hang:reward/1#1"}

@@ -1,6 +1,8 @@
 """Windows: the state with which one begins is the state that there was, though no one copied it then."""
 
+import ast
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,3 +154,21 @@ def test_whatever_happens_to_subjects_a_window_begins_with_them_as_they_were(
             detector.forget(WHO[step[1]][0], step[2])
         window = detector.window()
         assert plain(window["start"]) == before[window["observations"][0]["wall_at"]]
+
+
+STAGES = Path(history.__file__).parent / "stages"
+
+
+@pytest.mark.parametrize("path", sorted(STAGES.glob("*.py")), ids=lambda path: path.stem)
+def test_what_a_stage_keeps_has_a_stored_form(path: Path) -> None:
+    """Else the detector ends with the first half of a window, and its watch finds nothing any more."""
+    tree = ast.parse(path.read_text())
+    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    kept = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "self.state"
+        for name in ast.walk(node.annotation)
+        if isinstance(name, ast.Name)
+    }
+    assert kept & own <= history.PLAIN.keys() | history.OWN.keys()

@@ -1,5 +1,6 @@
 """Jobs whose steps come from torch's hooks: who holds the others up, and who left a collective out."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,6 +204,47 @@ def test_the_abort_of_another_rank_is_not_what_is_told(job: Job) -> None:
     job.exit(2, {"signal": "15", "collectives": f"{step} {3 * step} {3 * step} {3 * step}"})
     (found,) = job.run(4.0)
     assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [2]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_of_two_ranks_the_one_that_enters_fewer_than_usual_left_one_out(aborted: bool) -> None:
+    job = Job(2)
+    job.run(12.0)
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step}
+    job.stand({1: {"phase": "step", **begun}, 0: {"phase": "wait"}})
+    if aborted:
+        job.exit(0, {"signal": "6", "cause": "crashed", "collectives": f"{step} {3 * step} {3 * step} -1"})
+    (found,) = job.run(3.0)
+    assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [1]
+    assert "rank 0 (node-1, pid 100) is in the first" in found.because
+
+
+def test_what_is_usual_of_two_ranks_is_stored_with_the_rest() -> None:
+    job = Job(2)
+    job.run(12.0)
+    stored = json.loads(json.dumps(job.detector.state()))
+    again = LiveDetector.resumed(DetectorConfig(), {}, stored)
+    assert again.state() == job.detector.state() and "UsualCollectives" in json.dumps(stored)
+
+
+def test_of_two_ranks_the_one_that_enters_more_than_usual_is_the_odd_one_and_none_is_named() -> None:
+    """An evaluation on rank 0 alone, say."""
+    job = Job(2)
+    job.run(12.0)
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 2, "collectives_at_begin": 3 * step + 1}
+    job.stand({1: {"phase": "step", **begun}, 0: {"phase": "wait", "collectives_issued": 3 * step + 2}})
+    assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
+
+
+def test_of_two_ranks_none_is_named_before_their_usual_number_is_known() -> None:
+    job = Job(2)
+    job.run(1.0)
+    step = int(job.now)
+    begun = {"collectives_issued": 3 * step + 1, "collectives_at_begin": 3 * step}
+    job.stand({1: {"phase": "step", **begun}, 0: {"phase": "wait"}})
+    assert all(d.fault_class is not FaultClass.USER_CODE for d in job.run(3.0))
 
 
 def test_an_abort_that_no_skipped_collective_explains_is_a_crash(job: Job) -> None:

@@ -1,8 +1,13 @@
 """Agents that do not answer: one is a node that cannot be seen, most of them at once are one fault of what they
 share."""
 
+from dataclasses import replace
+
+import pytest
+
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import MonitoredProcesses
@@ -52,3 +57,30 @@ def test_several_of_many_are_reported_by_themselves_a_little_later() -> None:
     fleet.unreachable = tuple((n, 0.0, "connection refused") for n in "abc")
     assert lost.find(fleet, lost.MANY_GRACE_SECONDS - 1.0) == []
     assert [str(f.suspects[0].node) for f in lost.find(fleet, lost.MANY_GRACE_SECONDS)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("age", "named"), [(5.0, True), (300.0, False)])
+def test_a_raylet_that_exited_long_ago_is_not_reported_again_by_a_new_watch(age: float, named: bool) -> None:
+    """Agents repeat their events to it, and the loss of that node is over."""
+    fleet, detector = FakeFleet(seed=1), LiveDetector(DetectorConfig(mask_proc_state=True))
+    process = fleet.processes["rollout/0"]
+    fleet.event(AgentEventKind.RAYLET_EXITED, process)
+    exited = replace(fleet.events[-1], process=None, replica="", role="", incarnation=0)
+    fleet.events[-1] = replace(exited, at=exited.at - age, wall_at=exited.wall_at - age)
+    keys = {d.key for o in fleet.run(2.0) for d in detector.observe(o)}
+    assert keys == ({f"node_lost:{process.node}#None"} if named else set())
+
+
+@pytest.mark.parametrize(("apart", "named"), [(1.0, True), (200.0, False)])
+def test_exceptions_that_an_agent_repeats_to_a_new_watch_are_as_far_apart_as_they_were(
+    apart: float, named: bool
+) -> None:
+    fleet, detector = FakeFleet(seed=1), LiveDetector(DetectorConfig(mask_proc_state=True))
+    trainers = [p for p in fleet.processes.values() if p.role == "trainer"]
+    for n, process in enumerate(trainers):
+        raised = {"type": "ValueError", "message": "a bad row", "fingerprint": "f", "step": str(n)}
+        fleet.event(AgentEventKind.EXCEPTION, process, **raised)
+        age = 10.0 + apart * n
+        fleet.events[-1] = replace(fleet.events[-1], at=fleet.now - age, wall_at=fleet.events[-1].wall_at - age)
+    classes = {d.fault_class for o in fleet.run(2.0) for d in detector.observe(o)}
+    assert classes == ({FaultClass.USER_CODE} if named else set())

@@ -1,11 +1,16 @@
-"""An API server of Kubernetes in memory, with KubeRay's operator: what the targets use of them, by their documentation.
+"""An API server of Kubernetes in memory, with KubeRay's operator and NVSentinel: what the targets use of them, by their
+documentation.
 
 Objects have resource versions; a change with an old one is a conflict, and a JSON patch whose test fails is refused.
 Evictions check the UID. Pods have controllers that make others: with the same name (`StatefulSet`), or with a new one.
+Everything that it holds, gets and answers is valid by the published schemas (kubernetes_schemas.py): a request with a
+field that they do not know is refused, as with `fieldValidation=Strict`, and so are wrong media types and selectors.
 """
 
+import functools
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,22 +22,59 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from rolecall.recovery.actuators.calls import Call, HttpCall, Reply
 from tests.recovery.actuators.driving import NOW
+from tests.recovery.actuators.kubernetes_schemas import RAY, problems, selector_problem
 
 NAMESPACE = "rl"
 Answer = tuple[int, dict[str, Any]]
+MEDIA_TYPES = {
+    "POST": {"application/json"},
+    "PATCH": {
+        "application/json-patch+json",
+        "application/merge-patch+json",
+        "application/strategic-merge-patch+json",
+        "application/apply-patch+yaml",
+    },
+}
+_MERGE, _JSON = "application/merge-patch+json", "application/json-patch+json"
+_REASONS = {
+    400: "BadRequest",
+    403: "Forbidden",
+    404: "NotFound",
+    409: "Conflict",
+    422: "Invalid",
+    429: "TooManyRequests",
+}
 
 
 def status(code: int, message: str) -> Answer:
-    return code, {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": code}
+    failed = {"status": "Failure", "message": message, "reason": _REASONS.get(code, ""), "code": code}
+    return code, {"kind": "Status", "apiVersion": "v1", "metadata": {}, **failed}
 
 
-class _Forbidden(Exception):
-    pass
+class _Refused(Exception):
+    """`args`: code and message of the answer."""
+
+
+def _checked(value: dict[str, Any]) -> dict[str, Any]:
+    """Raises AssertionError: no API server would hold or answer this."""
+    assert not _problems(value), (_problems(value), value)
+    return value
+
+
+def _problems(value: dict[str, Any]) -> tuple[str, ...]:
+    """`problems`, once for all objects that differ in digits only: tests of thousands of cases make as many."""
+    return _problems_of_shape(re.sub(r"\d", "1", json.dumps(value, sort_keys=True)))
+
+
+@functools.cache
+def _problems_of_shape(text: str) -> tuple[str, ...]:
+    return tuple(problems(json.loads(text)))
 
 
 class FakeKubernetes:
     """`ended`: UIDs of pods in the order of their ends; `cordoned`: nodes. `budget`: evictions refused before one is
-    allowed. `stuck`: pods never vanish (a dead node)."""
+    allowed. `stuck`: pods never vanish (a dead node). `nvsentinel`: what becomes of a MaintenanceRequest: `cordons` its
+    node, `drains` it, too, is `blocked` by another one, or is refused, being `disabled`; empty: not installed."""
 
     def __init__(self) -> None:
         self.pods: dict[str, dict[str, Any]] = {}
@@ -44,16 +86,22 @@ class FakeKubernetes:
         self.forbidden: set[str] = set()  # resources
         self.budget = 0
         self.stuck = False
+        self.nvsentinel = ""
+        self.maintenance: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
 
     # --- what there is ------------------------------------------------------------------------------------------------
 
     def node(self, name: str) -> None:
-        self.nodes[name] = {
-            "kind": "Node",
-            "metadata": {"name": name, "resourceVersion": self._version()},
-            "spec": {},
-        }
+        self.nodes[name] = _checked(
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "metadata": {"name": name, "uid": f"uid-{next(self._numbers)}", "resourceVersion": self._version()},
+                "spec": {},
+                "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+            }
+        )
 
     def pod(
         self,
@@ -68,35 +116,49 @@ class FakeKubernetes:
         if node not in self.nodes:
             self.node(node)
         started = datetime.fromtimestamp(started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        owners = [{"kind": owner, "name": "o", "controller": True}] if owner else []
-        self.pods[name] = {
+        owns = {"apiVersion": "apps/v1", "kind": owner, "name": "o", "uid": "uid-o", "controller": True}
+        containers = [{"name": "main", "image": "job:1"}, {"name": "sidecar", "image": "agent:1"}]
+        begun = {"main": started, "sidecar": "2020-01-01T00:00:00Z"}
+        value = {
+            "apiVersion": "v1",
             "kind": "Pod",
             "metadata": {
                 "name": name,
                 "namespace": NAMESPACE,
                 "uid": f"uid-{next(self._numbers)}",
                 "resourceVersion": self._version(),
-                "ownerReferences": owners,
+                "ownerReferences": [owns] if owner else [],
                 "labels": labels or {},
             },
-            "spec": {"nodeName": node, "containers": [{"name": "main"}, {"name": "sidecar"}]},
+            "spec": {"nodeName": node, "containers": containers},
             "status": {
                 "phase": "Running",
                 "containerStatuses": [
-                    {"name": "sidecar", "state": {"running": {"startedAt": "2020-01-01T00:00:00Z"}}},
-                    {"name": "main", "state": {"running": {"startedAt": started}}},
+                    {
+                        **one,
+                        "imageID": "sha256:1",
+                        "ready": True,
+                        "restartCount": 0,
+                        "state": {"running": {"startedAt": begun[one["name"]]}},
+                    }
+                    for one in reversed(containers)
                 ],
             },
         }
+        self.pods[name] = _checked(value)
         self._pods_changed()
-        return self.pods[name]
+        return value
 
     def cluster(self, name: str, *groups: dict[str, Any], **spec: Any) -> dict[str, Any]:
-        self.clusters[name] = {
-            "kind": "RayCluster",
-            "metadata": {"name": name, "namespace": NAMESPACE, "resourceVersion": self._version()},
-            "spec": {"workerGroupSpecs": list(groups), **spec},
-        }
+        head = {"rayStartParams": {}, "template": {"spec": {"containers": [{"name": "ray", "image": "ray:1"}]}}}
+        self.clusters[name] = _checked(
+            {
+                "apiVersion": RAY,
+                "kind": "RayCluster",
+                "metadata": {"name": name, "namespace": NAMESPACE, "resourceVersion": self._version()},
+                "spec": {"headGroupSpec": head, "workerGroupSpecs": list(groups), **spec},
+            }
+        )
         return self.clusters[name]
 
     def uid(self, name: str) -> str:
@@ -120,35 +182,83 @@ class FakeKubernetes:
 
     def handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
         try:
-            return self._handle(method, path, query, content_type, body)
-        except _Forbidden:
-            return status(403, "forbidden")
+            known = MEDIA_TYPES.get(method)
+            if known is not None and content_type not in known:
+                return status(415, f"the body of the request was in an unknown format - accepted media types: {known}")
+            code, value = self._handle(method, path, query, content_type, body)
+        except _Refused as e:
+            return status(*e.args)
+        return code, _checked(value)
 
     def _handle(self, method: str, path: str, query: str, content_type: str, body: Any) -> Answer:
         match [unquote(part) for part in path.strip("/").split("/")]:
-            case ["api", "v1", "nodes", name]:
+            case ["api", "v1", "nodes", name] if method in ("GET", "PATCH"):
                 self._ask("get" if method == "GET" else "patch", "", "nodes")
                 return self._node(method, name, content_type, body)
             case ["api", "v1", "namespaces", namespace, "pods"] if namespace == NAMESPACE and method == "GET":
                 self._ask("list", "", "pods")
-                return self._list(parse_qs(query)["labelSelector"][0])
+                given = parse_qs(query, strict_parsing=True)
+                assert set(given) == {"labelSelector"}
+                return self._list(given["labelSelector"][0])
             case ["api", "v1", "namespaces", namespace, "pods", name] if namespace == NAMESPACE and method == "GET":
                 self._ask("get", "", "pods")
                 pod = self.pods.get(name)
                 return (200, pod) if pod is not None else status(404, f'pods "{name}" not found')
-            case ["api", "v1", "namespaces", namespace, "pods", name, "eviction"] if namespace == NAMESPACE:
-                assert method == "POST"
+            case ["api", "v1", "namespaces", ns, "pods", name, "eviction"] if ns == NAMESPACE and method == "POST":
                 self._ask("create", "", "pods/eviction")
                 return self._evict(name, body)
-            case ["apis", "ray.io", "v1", "namespaces", namespace, "rayclusters", name] if namespace == NAMESPACE:
+            case ["apis", "ray.io", "v1", "namespaces", ns, "rayclusters", name] if (
+                ns == NAMESPACE and method != "POST"
+            ):
                 self._ask("get" if method == "GET" else "patch", "ray.io", "rayclusters")
                 return self._cluster(method, name, content_type, body)
+            case ["apis", "nvsentinel.dgxc.nvidia.com", "v1", "maintenancerequests", *names] if self.nvsentinel:
+                self._ask("get" if method == "GET" else "create", "nvsentinel.dgxc.nvidia.com", "maintenancerequests")
+                if method == "POST" and not names:
+                    return self._request_maintenance(body)
+                if method == "GET" and len(names) == 1 and names[0] in self.maintenance:
+                    return 200, self.maintenance[names[0]]
         return status(404, "the server could not find the requested resource")
+
+    def _request_maintenance(self, body: Any) -> Answer:
+        denied = 'admission webhook "vmaintenancerequest-v1.kb.io" denied the request: '
+        if self.nvsentinel == "disabled":
+            return status(403, f"{denied}MaintenanceRequest controller is disabled")
+        _decoded(body)
+        name, node = body["metadata"]["name"], body["spec"]["healthEvent"]["nodeName"]
+        if name in self.maintenance:
+            return status(409, f'maintenancerequests.nvsentinel.dgxc.nvidia.com "{name}" already exists')
+        if node not in self.nodes:
+            return status(403, f'{denied}spec.healthEvent.nodeName references non-existent node "{node}"')
+        emitted = {"type": "HealthEventEmitted", "status": "True", "reason": "Emitted", "message": ""}
+        if self.nvsentinel == "blocked":
+            locked = f"Node {node} is locked by another maintenance operation."
+            emitted.update(status="False", reason="Blocked", message=locked)
+        else:
+            self.quarantine(node)
+        if self.nvsentinel == "drains":
+            for pod in [n for n, p in self.pods.items() if p["spec"]["nodeName"] == node]:
+                self._end(pod)
+        self.maintenance[name] = {**body, "status": {"conditions": [emitted]}}
+        return 201, self.maintenance[name]
+
+    def quarantine(self, name: str, *conditions: dict[str, str]) -> None:
+        """As NVSentinel's fault-quarantine and platform connector leave the node."""
+        node, prefix = self.nodes[name], "k8saas.nvidia.com/cordon-"
+        labels = {f"{prefix}by": "NVSentinel", f"{prefix}reason": "GPU-fatal-error-ruleset"}
+        labels |= {f"{prefix}timestamp": "2026-11-06T10-00-00Z", "dgxc.nvidia.com/nvsentinel-state": "quarantined"}
+        node["metadata"]["labels"] = labels
+        node["metadata"]["annotations"] = {"quarantineHealthEvent": "[]", "quarantineHealthEventIsCordoned": "True"}
+        node["metadata"]["resourceVersion"] = self._version()
+        node["spec"]["unschedulable"] = True
+        node["status"]["conditions"] += conditions
+        self.cordoned.append(name)
+        _checked(node)
 
     def _ask(self, verb: str, group: str, resource: str) -> None:
         self.asked.append((verb, group, resource))
         if resource in self.forbidden:
-            raise _Forbidden
+            raise _Refused(403, "forbidden")
 
     def _version(self) -> str:
         return str(next(self._numbers))
@@ -159,21 +269,31 @@ class FakeKubernetes:
             return status(404, f'nodes "{name}" not found')
         if method == "GET":
             return 200, node
-        assert content_type == "application/merge-patch+json" and set(body) == {"metadata", "spec"}
-        if body["metadata"].pop("resourceVersion") != node["metadata"]["resourceVersion"]:
+        assert content_type == _MERGE
+        if body["metadata"]["resourceVersion"] != node["metadata"]["resourceVersion"]:
             return status(409, "the object has been modified; please apply your changes to the latest version")
-        assert set(body["metadata"]) == {"annotations"} and body["spec"] == {"unschedulable": True}
-        node["metadata"].update(body["metadata"], resourceVersion=self._version())
-        node["spec"].update(body["spec"])
-        self.cordoned.append(name)
-        return 200, node
+        changed = _merged(node, body)
+        _decoded(changed)
+        changed["metadata"]["resourceVersion"] = self._version()
+        self.nodes[name] = changed
+        if changed["spec"].get("unschedulable") and not node["spec"].get("unschedulable"):
+            self.cordoned.append(name)
+        return 200, changed
 
     def _list(self, selector: str) -> Answer:
+        if problem := selector_problem(selector):
+            return status(400, problem)
         found = [p for p in self.pods.values() if _selects(selector, p["metadata"]["labels"])]
-        return 200, {"kind": "PodList", "metadata": {}, "items": found}
+        # As a real server answers: the items of a list do not repeat their kind.
+        items = [{k: v for k, v in p.items() if k not in ("apiVersion", "kind")} for p in found]
+        return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
 
     def _evict(self, name: str, body: Any) -> Answer:
-        assert body["apiVersion"] == "policy/v1" and body["metadata"] == {"name": name, "namespace": NAMESPACE}
+        _decoded(body)
+        if (body["apiVersion"], body["kind"]) != ("policy/v1", "Eviction"):
+            return status(400, f"{body['apiVersion']} {body['kind']} in the path of an Eviction")
+        if body["metadata"].get("name") != name or body["metadata"].get("namespace", NAMESPACE) != NAMESPACE:
+            return status(400, "the name of the object does not match the name on the URL")
         pod = self.pods.get(name)
         if pod is None:
             return status(404, f'pods "{name}" not found')
@@ -183,7 +303,7 @@ class FakeKubernetes:
             self.budget -= 1
             return status(429, "Cannot evict pod as it would violate the pod's disruption budget.")
         self._end(name)
-        return 201, {"kind": "Status", "status": "Success"}
+        return 201, {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": 201}
 
     def _end(self, name: str) -> None:
         self.ended.append(self.uid(name))
@@ -198,7 +318,11 @@ class FakeKubernetes:
             return status(404, f'rayclusters.ray.io "{name}" not found')
         if method == "GET":
             return 200, cluster
-        assert content_type == "application/json-patch+json"
+        if content_type == "application/strategic-merge-patch+json":
+            return status(
+                415, "the body of the request was in an unknown format: custom resources have no such patches"
+            )
+        assert content_type == _JSON
         changed = json.loads(json.dumps(cluster))
         for operation in body:
             *parents, last = operation["path"].strip("/").split("/")
@@ -210,10 +334,13 @@ class FakeKubernetes:
                     if place[last] != operation["value"]:
                         return status(422, "the server rejected our request due to an error in our request")
                 else:
-                    assert operation["op"] == "add" or last in place
+                    assert operation["op"] in ("add", "replace") and set(operation) == {"op", "path", "value"}
+                    if operation["op"] == "replace":
+                        place[last]
                     place[last] = operation["value"]
             except (KeyError, IndexError):
                 return status(422, f"no {operation['path']}")
+        _decoded(changed)
         changed["metadata"]["resourceVersion"] = self._version()
         self.clusters[name] = changed
         self._reconcile(changed)
@@ -229,6 +356,25 @@ class FakeKubernetes:
         """KubeRay counts its pods in the status of the RayCluster."""
         for cluster in self.clusters.values():
             cluster["metadata"]["resourceVersion"] = self._version()
+
+
+def _decoded(value: dict[str, Any]) -> None:
+    """Raises _Refused: it is no such object, or has fields that the schema does not know."""
+    if wrong := _problems(value):
+        raise _Refused(400, f"strict decoding error: {'; '.join(wrong)}")
+
+
+def _merged(value: Any, patch: Any) -> Any:
+    """RFC 7396."""
+    if not isinstance(patch, dict):
+        return patch
+    found = dict(value) if isinstance(value, dict) else {}
+    for key, part in patch.items():
+        if part is None:
+            found.pop(key, None)
+        else:
+            found[key] = _merged(found.get(key), part)
+    return found
 
 
 def _selects(selector: str, labels: dict[str, str]) -> bool:
@@ -275,6 +421,7 @@ def served(fake: FakeKubernetes, token: str, delay: Callable[[str], float] = lam
             time.sleep(delay(self.command))
             try:
                 self.send_response(code)
+                self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(json.dumps(value).encode())
             except OSError:  # the client has given up

@@ -1,6 +1,7 @@
 """Evictions through the API of Kubernetes: of the pods that hold the named incarnation, and of no others."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, 
 from tests.support import PATIENCE_SECONDS, eventually
 
 ROLE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "watch-rbac.yaml"
+NVSENTINEL_ROLE = ROLE.with_name("watch-rbac-nvsentinel.yaml")
 A = ActionKind
 
 
@@ -286,8 +288,13 @@ def group(name: str = "gpu", *, replicas: int = 3, hosts: int = 1, **more: Any) 
     return {
         "groupName": name,
         "replicas": replicas,
+        "minReplicas": 0,
+        "maxReplicas": 8,
         "numOfHosts": hosts,
-        "template": {"spec": {"containers": [{"env": [{"name": "SECRET", "value": "hunter2"}]}]}},
+        "rayStartParams": {},
+        "template": {
+            "spec": {"containers": [{"name": "ray", "image": "ray:1", "env": [{"name": "SECRET", "value": "hunter2"}]}]}
+        },
         **more,
     }
 
@@ -446,6 +453,106 @@ def test_after_a_takeover_a_deletion_that_goes_on_is_waited_for(ray: FakeKuberne
     assert it.done == "RayCluster ray deleted w-1" and ray.ended == [uid] and not listed(ray)[1]["workersToDelete"]
 
 
+# --- NVSentinel cordons -------------------------------------------------------------------------------------------
+
+
+REQUESTS = "/apis/nvsentinel.dgxc.nvidia.com/v1/maintenancerequests"
+
+
+def by_nvsentinel(**more: Any) -> Kubernetes:
+    return kubernetes(**{"selector": "app=rollout", "cordon_by": "nvsentinel", **more})
+
+
+@pytest.mark.parametrize("acts", ["cordons", "drains"])
+def test_nvsentinel_cordons_before_the_pod_is_evicted(fake: FakeKubernetes, acts: str) -> None:
+    fake.nvsentinel, uid = acts, fake.uid("rollout-1")
+    it = drive(by_nvsentinel().replace(on_node(leave_node=True)), fake.reply)
+    (name,) = fake.maintenance
+    assert it.done.startswith(f"evicted rollout-1; NVSentinel has cordoned node node-1 for MaintenanceRequest {name}")
+    assert fake.ended == [uid] and fake.cordoned == ["node-1"]
+    assert [(c.method, c.url.partition("svc")[2]) for c in it.calls if c.changes and isinstance(c, HttpCall)] == [
+        ("POST", REQUESTS),
+        ("POST", f"/api/v1/namespaces/{NAMESPACE}/pods/rollout-1/eviction"),
+    ]
+    event = fake.maintenance[name]["spec"]["healthEvent"]
+    assert event["nodeName"] == "node-1" and "inc-1-x: it hangs" in event["message"]
+
+
+def test_nvsentinel_is_asked_only_about_a_fault_that_stays_with_a_node_that_is_not_cordoned(
+    fake: FakeKubernetes,
+) -> None:
+    fake.nvsentinel = "cordons"
+    assert drive(by_nvsentinel().replace(on_node()), fake.reply).done and not fake.maintenance
+    fake.pod("rollout-1", "node-1", labels={"app": "rollout"})
+    fake.quarantine("node-1")
+    it = drive(by_nvsentinel().replace(on_node(leave_node=True)), fake.reply)
+    assert it.done == "evicted rollout-1; node node-1 is cordoned" and not fake.maintenance
+
+
+@pytest.mark.parametrize(
+    ("acts", "error"),
+    [
+        ("", "NVSentinel was not asked to cordon node node-1, and nothing was ended: status 404"),
+        ("disabled", "nothing was ended: status 403: admission webhook .* MaintenanceRequest controller is disabled"),
+        ("blocked", "has not cordoned node node-1 within 60 s, and nothing was ended: Blocked: Node node-1 is locked"),
+    ],
+)
+def test_without_nvsentinel_nothing_is_ended(fake: FakeKubernetes, acts: str, error: str) -> None:
+    fake.nvsentinel = acts
+    it = drive(by_nvsentinel().replace(on_node(leave_node=True)), fake.reply)
+    assert re.search(error, it.error) and not fake.ended and not fake.cordoned, it
+    assert ("to withdraw it" in it.error) is bool(fake.maintenance)
+
+
+def test_a_second_request_of_the_same_plan_does_nothing(fake: FakeKubernetes) -> None:
+    """The first watch died, or got no answer."""
+    fake.nvsentinel = "cordons"
+
+    def answer(call: Call) -> Reply:
+        reply = fake.reply(call)
+        return Reply(status=NO_STATUS, text="no whole answer within 10 s") if call.key == "maintenance-0" else reply
+
+    it = drive(by_nvsentinel().replace(on_node(leave_node=True)), answer)
+    assert it.done and len(fake.maintenance) == 1 and len(fake.ended) == 1
+    assert [c.key for c in it.calls if c.key.startswith("maintenance")] == ["maintenance-0", "maintenance-1"]
+
+
+def test_nvsentinel_drains_the_node_so_all_its_replicas_are_named() -> None:
+    others = (
+        member("rollout/2", "n-1", pod_uid="other"),
+        member("reward/0", "n-1", pod_uid="x"),
+        member("rollout/3", "n-2"),
+    )
+    given = order(member("rollout/1", "n-1", pod_uid="mine"), others=others, leave_node=True)
+    for target in (by_nvsentinel(), kuberay(cordon_by="nvsentinel")):
+        assert target.also_hit(given) == ["reward/0", "rollout/2"]
+    assert by_nvsentinel().also_hit(order(*given.members, others=others)) == []
+    assert kubernetes(selector="app=rollout").also_hit(given) == []
+
+
+def test_nvsentinel_is_not_asked_about_a_node_whose_agents_are_not_known(fake: FakeKubernetes) -> None:
+    fake.nvsentinel = "cordons"
+    it = drive(kubernetes(pod="{node}", cordon_by="nvsentinel").replace(in_pod(leave_node=True)), fake.reply)
+    assert "what runs on node-1 is not known: its agent is named rollout-1" in it.error and not it.changing
+
+
+def test_nvsentinel_cordons_the_node_of_a_worker_of_ray(ray: FakeKubernetes) -> None:
+    ray.nvsentinel, uid = "cordons", ray.uid("w-1")
+    it = run_ray(ray, on_node(leave_node=True), cordon_by="nvsentinel")
+    assert "RayCluster ray deleted w-1; NVSentinel has cordoned node node-1" in it.done and ray.ended == [uid]
+
+
+def test_a_dry_run_names_the_request_to_nvsentinel(fake: FakeKubernetes, tmp_path: Path) -> None:
+    fake.nvsentinel = "cordons"
+    (tmp_path / "token").write_text("secret")
+    with served(fake, "secret") as url:
+        target = by_nvsentinel(api=url, token_path=str(tmp_path / "token"))
+        calls, end = calls_of(target, on_node(leave_node=True))
+    shown = [c.shown for c in calls]
+    assert len(shown) == 2 and shown[0].startswith(f"POST {url}{REQUESTS} {{") and '"nodeName": "node-1"' in shown[0]
+    assert end.startswith("evicted rollout-1") and not fake.maintenance and not fake.ended
+
+
 # --- both, over HTTP ----------------------------------------------------------------------------------------------
 
 
@@ -585,26 +692,41 @@ def test_a_watch_that_takes_over_evicts_no_second_pod(fake: FakeKubernetes, watc
 # --- configuration and permissions --------------------------------------------------------------------------------
 
 
-def test_the_role_grants_exactly_the_verbs_that_are_used(fake: FakeKubernetes, ray: FakeKubernetes) -> None:
-    drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), fake.reply)
-    drive(kubernetes(selector="app=rollout").replace(on_node(leave_node=True)), fake.reply)
-    run_ray(ray, on_node(leave_node=True))
+def _granted(path: Path) -> dict[str, set[tuple[str, str, str]]]:
+    """Kind of a role -> (verb, API group, resource)."""
     granted: dict[str, set[tuple[str, str, str]]] = {}
-    for manifest in yaml.safe_load_all(ROLE.read_text()):
+    for manifest in yaml.safe_load_all(path.read_text()):
         for rule in manifest.get("rules", ()):
             for verb in rule["verbs"]:
                 for api_group in rule["apiGroups"]:
                     for resource in rule["resources"]:
                         granted.setdefault(manifest["kind"], set()).add((verb, api_group, resource))
+    return granted
+
+
+def test_the_role_grants_exactly_the_verbs_that_are_used(fake: FakeKubernetes, ray: FakeKubernetes) -> None:
+    drive(kubernetes(pod="{node}").replace(in_pod(leave_node=True)), fake.reply)
+    drive(kubernetes(selector="app=rollout").replace(on_node(leave_node=True)), fake.reply)
+    run_ray(ray, on_node(leave_node=True))
+    granted = _granted(ROLE)
     used = set(fake.asked) | set(ray.asked)
     assert granted["ClusterRole"] == {one for one in used if one[2] == "nodes"}
     assert granted["Role"] == {one for one in used if one[2] != "nodes"}
+    more, before = _granted(NVSENTINEL_ROLE), used
+    for acts in ("cordons", "blocked"):
+        asked = FakeKubernetes()
+        asked.pod("rollout-1", "node-1", labels={"app": "rollout"})
+        asked.nvsentinel = acts
+        drive(by_nvsentinel().replace(on_node(leave_node=True)), asked.reply)
+        used = used | set(asked.asked)
+    assert more["ClusterRole"] == used - before
 
 
-def test_the_account_is_bound_to_its_roles() -> None:
-    manifests = {m["kind"]: m for m in yaml.safe_load_all(ROLE.read_text())}
-    account = manifests["ServiceAccount"]["metadata"]
-    for kind in ("ClusterRole", "Role"):
+@pytest.mark.parametrize("path", [ROLE, NVSENTINEL_ROLE], ids=lambda p: p.stem)
+def test_the_account_is_bound_to_its_roles(path: Path) -> None:
+    account = next(m for m in yaml.safe_load_all(ROLE.read_text()) if m["kind"] == "ServiceAccount")["metadata"]
+    manifests = {m["kind"]: m for m in yaml.safe_load_all(path.read_text())}
+    for kind in {"ClusterRole", "Role"} & set(manifests):
         binding, role = manifests[f"{kind}Binding"], manifests[kind]
         assert binding["roleRef"] == {
             "apiGroup": "rbac.authorization.k8s.io",
@@ -612,7 +734,8 @@ def test_the_account_is_bound_to_its_roles() -> None:
             "name": role["metadata"]["name"],
         }
         assert binding["subjects"] == [{"kind": "ServiceAccount", **account}]
-    assert manifests["Role"]["metadata"]["namespace"] == manifests["RoleBinding"]["metadata"]["namespace"]
+    if "Role" in manifests:
+        assert manifests["Role"]["metadata"]["namespace"] == manifests["RoleBinding"]["metadata"]["namespace"]
 
 
 @pytest.mark.parametrize(
@@ -621,6 +744,9 @@ def test_the_account_is_bound_to_its_roles() -> None:
         ({"kind": "kubernetes"}, "give either pod or selector"),
         ({"kind": "kubernetes", "pod": "{node}", "selector": "a=b"}, "give either pod or selector"),
         ({"kind": "kubernetes", "pod": "{pid}"}, r"\{pid\} is not known here, only \{index\}, \{job\}, \{node\}"),
+        ({"kind": "kubernetes", "pod": "{replica}"}, r"\{replica\} is not known here, only \{index\}"),
+        ({"kind": "kubernetes", "selector": "app={replica}"}, r"\{replica\} is not known here, only \{index\}"),
+        ({"kind": "kuberay", "cluster": "ray", "selector": "app={replica}"}, r"\{replica\} is not known here"),
         ({"kind": "kubernetes", "pod": "x", "namespace": "a/b"}, "namespace"),
         ({"kind": "kubernetes", "pod": "x", "api": "ftp://x"}, "api"),
         ({"kind": "kuberay"}, "cluster"),

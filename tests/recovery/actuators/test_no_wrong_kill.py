@@ -52,14 +52,17 @@ def told(it: Driven) -> bool:
     return bool(it.done) != bool(it.error) or len(it.calls) >= 50
 
 
-@pytest.mark.parametrize("kind", ["kubernetes", "kuberay"])
+@pytest.mark.parametrize("kind", ["kubernetes", "kuberay", "nvsentinel"])
 def test_pods(kind: str) -> None:
+    """`nvsentinel`: actuator `kubernetes`, whose nodes NVSentinel cordons."""
     ends = {"replaced": 0, "refused": 0, "stale": 0}
     for seed in range(CASES):
         rng = random.Random(f"{kind} {seed}")
         fake, hosts = FakeKubernetes(), rng.choice((1, 1, 2))
         if kind == "kuberay":
-            fake.cluster("ray", {"groupName": "g", "replicas": 4, "numOfHosts": hosts})
+            counts = {"replicas": 4, "minReplicas": 0, "maxReplicas": 8, "numOfHosts": hosts}
+            template = {"spec": {"containers": [{"name": "ray", "image": "ray:1"}]}}
+            fake.cluster("ray", {"groupName": "g", **counts, "template": template})
         pods = [f"pod-{n}" for n in range(4)]
         for n, name in enumerate(pods):
             labels = {"app": "rollout", "ray.io/cluster": "ray", "ray.io/group": "g", "ray.io/node-type": "worker"}
@@ -84,9 +87,12 @@ def test_pods(kind: str) -> None:
         given = order(who, leave_node=rng.random() < 0.4)
         place = {"namespace": NAMESPACE, "api": "http://127.0.0.1:9"}
         target: Kubernetes | KubeRay
-        if kind == "kubernetes":
+        if kind != "kuberay":
             by = {"pod": "{node}"} if in_pod else {"selector": "app={role}"}
-            target = Kubernetes(KubernetesActuator.model_validate({"kind": kind, **place, **by}))
+            if kind == "nvsentinel":
+                fake.nvsentinel = rng.choice(("cordons", "cordons", "blocked", "disabled"))
+                by["cordon_by"] = "nvsentinel"
+            target = Kubernetes(KubernetesActuator.model_validate({"kind": "kubernetes", **place, **by}))
         else:
             target = KubeRay(KubeRayActuator.model_validate({"kind": kind, **place, "cluster": "ray"}))
 

@@ -105,6 +105,8 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
+    if plan.action is ActionKind.END_ORPHAN:
+        return _orphans(incident, situation) or PASSED
     return (
         _commits(plan, incident, situation)
         or _lenders(plan, situation)
@@ -113,6 +115,21 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
         or _limits(plan, incident, situation)
         or PASSED
     )
+
+
+def _orphans(incident: Incident, situation: Situation) -> GuardResult | None:
+    """No replica ends, but many orphans an hour are no accident, or no orphans."""
+    since, limit = situation.now - HOUR_SECONDS, situation.config.evictions_per_hour_max
+    ended = sum(
+        a.plan.action is ActionKind.END_ORPHAN and a.started_at is not None and a.started_at > since
+        for i in situation.incidents
+        if i.incident_id != incident.incident_id
+        for a in i.attempts
+    )
+    if ended < limit:
+        return None
+    because = f"{counted(ended, 'orphan')} ended in the last hour, the limit is {limit}"
+    return GuardResult("evictions", because, page_oncall=True)
 
 
 def _commits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:

@@ -5,9 +5,13 @@ The rule is that of the agent (`agent.collectors.process.orphans`), which report
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.process.orphans import end_command, is_orphan
+from rolecall.agent.collectors.counters import read_at_most
+from rolecall.agent.collectors.process.orphans import TITLE_BYTES_MAX, end_command, is_orphan
+from rolecall.agent.collectors.process.ray_workers import stat_of
+from rolecall.core.errors import CommandRefused
 from rolecall.core.ids import process_start_ticks
 
 
@@ -97,3 +101,15 @@ def gpu_bytes_by_pid() -> dict[int, int] | None:
     finally:
         pynvml.nvmlShutdown()
     return found
+
+
+def refuse_unless_orphan(pid: int, start_ticks: int, proc: Path = Path("/proc")) -> None:
+    """Raises CommandRefused: the process runs and is no orphan. One that is gone is left to the caller."""
+    stat = stat_of(proc, pid)
+    if stat is None or stat[2] != start_ticks:
+        return
+    parent = stat_of(proc, stat[1])
+    title = read_at_most(f"{proc}/{pid}/cmdline", TITLE_BYTES_MAX).split(b"\0")[0].decode("utf-8", "replace")
+    if parent is None or not is_orphan(title, parent[0]):
+        whose = f"its parent is {parent[0]} ({stat[1]})" if parent is not None else "its parent is not known"
+        raise CommandRefused(f"PID {pid} ({title}) is no orphan of an engine: {whose}")

@@ -79,6 +79,8 @@ class DeadRoleStage(Stage):
 
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
         """Replaces the findings about a dead role by one, and drops those about processes that wait for it."""
+        if not tick.fleet.roster.gone and not self.state:
+            return []
         for role in ROLES:
             dead = dead_role(tick.fleet, role)
             if dead is not None:

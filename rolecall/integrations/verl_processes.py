@@ -3,7 +3,8 @@
     process                     registers as              reports
     worker of a group           trainer/0, critic/0, ...  each call of its registered methods: a unit of work
     reward loop worker          reward/N                  phase `score` while a reward is computed
-    server of a rollout engine  rollout/N                 open requests
+    server of a rollout engine  rollout/N                 open requests; the workers beside it that receive its weights
+                                                          report nothing, since the server stands for the replica
     process that logs           controller/0              step, reward, loss, policy health
 
 Worker groups: verl marks the methods that its controller calls with the decorator `register`, which is wrapped, so that
@@ -57,6 +58,8 @@ FIRST = frozenset({"init_model", "reset", "load_checkpoint"})
 ROLES = ("trainer", "critic", "reward", "reference", "rollout")
 """Of the roles that share a process, the first one names it."""
 CONTROLLER = "controller"
+RECEIVER = "CheckpointEngineWorker"
+"""Worker of a standalone rollout replica, whose server has the same rank. It is no trainer."""
 STEP_OF_CHECKPOINT = re.compile(r"global_step_(\d{1,9})\b")
 
 VALUES = {
@@ -239,6 +242,8 @@ def _called(function: Any, name: str) -> Any:
 
 def call(worker: Any, method: str, args: tuple[Any, ...]) -> Any:
     """`Process.call` of this process."""
+    if any(c.__name__ == RECEIVER for c in type(worker).__mro__):
+        return nullcontext()
     return _process.call(worker, method, args)
 
 

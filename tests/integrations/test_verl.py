@@ -187,6 +187,16 @@ def test_an_exception_of_a_worker_is_reported_and_passes() -> None:
     assert report.of("exception") == [error] and report.phases[-1] == "wait"
 
 
+def test_what_receives_weights_for_an_engine_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Recorded()
+    monkeypatch.setattr(verl_processes, "_process", process(report))
+    for name in ("CheckpointEngineWorker", "ActorRolloutRefWorker"):
+        before = len(report.calls)
+        with verl_processes.call(worker("", name=name), "update_weights", ()):
+            pass
+        assert (len(report.calls) > before) == (name == "ActorRolloutRefWorker")
+
+
 def test_a_worker_that_is_not_as_expected_goes_on() -> None:
     done(process(Recorded()), object(), "update_actor")
 

@@ -9,6 +9,7 @@ from rolecall.core.config.actuators import (
     ProcessesActuator,
     SlurmActuator,
     TorchftActuator,
+    VerlActuator,
 )
 from rolecall.recovery.actuators.targets.command import Command
 from rolecall.recovery.actuators.targets.kuberay import KubeRay
@@ -18,6 +19,7 @@ from rolecall.recovery.actuators.targets.processes import Processes
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Target
 from rolecall.recovery.actuators.targets.torchft import Torchft
+from rolecall.recovery.actuators.targets.verl import Verl
 
 
 def target_of(config: ActuatorConfig) -> Target:
@@ -34,5 +36,7 @@ def target_of(config: ActuatorConfig) -> Target:
             return KubeRay(config)
         case MilesActuator():
             return Miles(config)
+        case VerlActuator():
+            return Verl(config)
         case TorchftActuator():
             return Torchft(config)

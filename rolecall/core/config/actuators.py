@@ -112,6 +112,27 @@ class MilesActuator(Section):
         return {role: _checked_template(text, REPLICA_FIELDS) for role, text in cells.items()}
 
 
+class VerlActuator(Section):
+    """verl: replaces a standalone rollout replica through the plugin in the job, which makes verl's own calls at its
+    next weight update. Replicas that share their processes with the trainer are refused."""
+
+    kind: Literal["verl"]
+    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
+    """Of the process that sends the weights (`ROLECALL_VERL_REPLACE` of the job), as http://head:9479."""
+    token_path: Annotated[str, Field(min_length=1)]
+    """File with the job's token (`ROLECALL_VERL_TOKEN_FILE` of the job), read for each call."""
+    roles: tuple[str, ...] = ("rollout",)
+    """Roles whose replica N is verl's replica N. Replicas of other roles are refused."""
+    begin_seconds: Seconds = 240.0
+    """Within which the job's next weight update must begin; otherwise nothing is changed, and the action has failed.
+    More than a step takes, and less than the watch's `deadline_seconds`, in which an engine has to start, too, and to
+    get weights."""
+    poll_seconds: Seconds = 2.0
+    """Between two looks at how far the replacement is; longer after a while."""
+    call_seconds: Seconds = 10.0
+    """Deadline of each request."""
+
+
 class TorchftActuator(Section):
     """torchft: the lighthouse asks a replica group to end; its launcher starts it again, and it heals from a peer."""
 
@@ -234,6 +255,7 @@ ActuatorConfig = Annotated[
     | KubernetesActuator
     | KubeRayActuator
     | MilesActuator
+    | VerlActuator
     | TorchftActuator,
     Field(discriminator="kind"),
 ]

@@ -5,7 +5,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator, KubernetesServer, ReaperConfig
+from rolecall.core.config.actuators import (
+    ActuatorConfig,
+    KubeRayActuator,
+    KubernetesServer,
+    ReaperConfig,
+    VerlActuator,
+)
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
@@ -67,6 +73,10 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
     if isinstance(config.actuator, KubeRayActuator) and config.actuator.wait_seconds > config.deadline_seconds / 2:
         problems.append(
             "actuator.wait_seconds: must be at most half of deadline_seconds: workersToDelete is cleared then"
+        )
+    if isinstance(config.actuator, VerlActuator) and config.actuator.begin_seconds >= config.deadline_seconds:
+        problems.append(
+            "actuator.begin_seconds: must be shorter than deadline_seconds: after it, a new engine has to start"
         )
     longest = getattr(config.actuator, "call_seconds", 0.0) + getattr(config.actuator, "grace_seconds", 0.0)
     if longest > config.deadline_seconds:

@@ -7,18 +7,21 @@ changes between calls, and which calls are refused, fail, or stay without an ans
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator, SlurmActuator
+from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator, SlurmActuator, VerlActuator
 from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Order
+from rolecall.recovery.actuators.targets.verl import Verl
 from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes
 from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
+from tests.recovery.actuators.verl_fake import Engine, FakeVerl
 
 CASES = 1000
 HTTP_FAULTS = (500, 503, 403, 409, 410, 404, 422, 429, 401, REFUSED, NO_STATUS, 200, 201)
@@ -162,6 +165,43 @@ def test_jobs(unit: str) -> None:
         it = drive(target.replace(given), troubled(rng, _forgiving(fake), COMMAND_FAULTS, change))
         assert set(fake.ended) <= may_end and len(fake.ended) <= 1, (seed, it)
         assert set(fake.drained) <= ({node} & set(mine.nodes) if given.leave_node else set()), (seed, it)
+        assert told(it), (seed, it)
+        ends["replaced" if fake.ended else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+def test_engines_of_verl() -> None:
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"verl {seed}")
+        fake = FakeVerl({n: Engine(40 + n) for n in range(4)}, colocated={0} if rng.random() < 0.3 else set())
+        mine, wrong = rng.randrange(4), rng.random()
+        engine = fake.engines[mine]
+        may_end = set() if mine in fake.colocated else {engine.pid}
+        members = [member(f"rollout/{mine}", "n-1", pid=engine.pid)]
+        if wrong < 0.2:  # a later engine, or one that has got the PID
+            fake.restart(mine)
+            if rng.random() < 0.5:
+                fake.engines[mine].pid = engine.pid
+            may_end = set()
+            ends["stale"] += 1
+        elif wrong < 0.3:  # its server is gone
+            engine.alive = False
+            members = [] if rng.random() < 0.7 else members
+        elif wrong < 0.4:  # not seen, and it runs
+            members, may_end = [], set()
+        given = order(*members, begun=rng.random() < 0.2)
+        if not members:
+            given = replace(given, replica=f"rollout/{mine}")
+
+        def change(call: Call, fake: FakeVerl = fake, rng: random.Random = rng, may_end: set[int] = may_end) -> None:
+            fake.restart(rng.randrange(4))
+
+        config = {"kind": "verl", "url": "http://127.0.0.1:9", "token_path": "/t"}
+        it = drive(
+            Verl(VerlActuator.model_validate(config)).replace(given), troubled(rng, fake.reply, HTTP_FAULTS, change)
+        )
+        assert set(fake.ended) <= may_end and len(fake.ended) <= 1, (seed, it)
         assert told(it), (seed, it)
         ends["replaced" if fake.ended else "refused"] += 1
     assert min(ends.values()) > CASES / 10, ends

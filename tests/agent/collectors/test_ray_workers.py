@@ -48,7 +48,8 @@ class RayJob:
         self.pids: dict[str, int] = {}
         self.said: dict[str, Diagnosis] = {}
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         rules = parse_discovery(RULES)
         self.agent = Agent(
             AgentSettings(
@@ -136,6 +137,10 @@ class RayJob:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait(20)
+        self._reader.join(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         self.source.close()
         self.agent.stop()
         self._serves.join(10)

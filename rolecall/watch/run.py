@@ -45,6 +45,7 @@ from rolecall.recovery.actuators.base import Actuator, NoopActuator
 from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
+from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
@@ -316,6 +317,7 @@ def watch_run(
                 fleet.members,
                 clock,
                 deadline_seconds=watched.deadline_seconds,
+                reaper=Reaper(watched.orphans) if watched.orphans is not None else None,
             )
         observer = JobObserver(polled, show, clock, other_jobs) if show is not None else None
         watch = MeteredWatch(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
@@ -39,6 +39,7 @@ class Job:
         self.detector = LiveDetector(DetectorConfig(), {})
         self.now, self.standing = 0.0, list[Diagnosis]()
         self.events: list[AgentEvent] = []
+        self.pulled: tuple[Finding, ...] = ()
         self._cpu, self._beats = [0.0] * num_ranks, [0] * num_ranks
 
     def _process(self, rank: Rank) -> ProcessId:
@@ -94,7 +95,10 @@ class Job:
                 processes=living,
                 hosts=(),
             )
-            observation = Observation(wall_at=WALL + self.now, batches=(batch,), events=events)
+            observation = Observation(
+                wall_at=WALL + self.now, batches=(batch,), events=events, pulled_findings=self.pulled
+            )
+            self.pulled = ()
             self.standing = self.detector.observe(observation)
         return self.standing
 

@@ -41,8 +41,8 @@ class WaitStage(Stage):
         accused = {s.replica for f in tick.findings if f.fault_class is not FaultClass.CANNOT_TELL for s in f.suspects}
         for replica in replicas.keys() - accused:
             ranks = [s for s in tick.fleet.roster.of_replica(replica).values() if not s.finished]
-            if not all(_stands(s, floor) for s in ranks):
-                continue
+            if not ranks or not all(_stands(s, floor) for s in ranks):
+                continue  # without any: the job is over
             engines = _engines(tick, accused) if ranks[0].role == TRAINER else []
             if len(ranks) + len(engines) >= RANKS_MIN:
                 self._suspect(tick, ranks, engines)

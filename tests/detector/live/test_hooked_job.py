@@ -161,6 +161,14 @@ def test_ranks_between_two_steps_are_suspected_and_not_reported(job: Job) -> Non
     assert [s.rank for s in suspicion.suspects] == [0, 1, 2, 3] and suspicion.fault_class is FaultClass.CANNOT_TELL
 
 
+def test_a_job_that_ends_after_a_long_pause_is_not_suspected(job: Job) -> None:
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    assert job.run(6.0) == []
+    for n in range(4):
+        job.events.append(job._event(AgentEventKind.FINISHED, n, {}))
+    assert job.run(2.0) == [] and job.detector.suspicions == ()
+
+
 def test_a_rank_that_works_between_two_steps_is_not_suspected(job: Job) -> None:
     job.stand({n: {"phase": "wait"} for n in range(4)})
     for rank in job.ranks:

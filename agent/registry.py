@@ -20,6 +20,7 @@ from rolecall.agent.collectors.counters import read_at_most
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
+from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
@@ -61,6 +62,7 @@ class Tracked:
     exceptions_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     finish_reported: bool = False
     log_file: str = ""  # its standard error goes there; empty: a terminal or a pipe, or not known
+    of_raylet: bool = False  # a child of a raylet: a worker of Ray
     exited_at: float | None = None
     status: ExitStatus = field(default_factory=ExitStatus)
 
@@ -259,6 +261,7 @@ class Registry:
             probe=probe,
             reader=reader,
             log_file=_log_file(self._proc / str(process.pid)),
+            of_raylet=parent_name(self._proc, process.pid) == RAYLET,
         )
         self._tracked[process] = tracked
         return tracked
@@ -430,6 +433,8 @@ class Registry:
         detail |= status.detail()
         if tracked.log_file:
             detail["log_file"] = tracked.log_file
+        if tracked.of_raylet:
+            detail["ray"] = "worker"  # its logs tell more (collectors/process/ray_workers.py)
         if away:
             detail["noticed"] = "after a restart of the agent"
         if not (away and self._events.has(AgentEventKind.EXITED, tracked.registration.process)):

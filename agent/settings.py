@@ -80,6 +80,16 @@ class JobsSection(CollectorSection):
     """Rules that find ranks of uninstrumented jobs, before the built-in ones. null: the built-in ones."""
 
 
+class RaySection(CollectorSection):
+    interval_seconds: Interval = 0.25
+    """Seconds between looks at which workers of Ray have ended; Ray's logs are read for those only."""
+
+
+class OrphansSection(CollectorSection):
+    interval_seconds: Interval = 10.0
+    """Seconds between looks at all processes of the node. An orphan is reported once it was one in two of them."""
+
+
 class ExporterSection(CollectorSection):
     enabled: bool = False
     interval_seconds: Interval = 5.0
@@ -149,6 +159,10 @@ class AgentFile(Section):
     nccl_ras: RasSection = RasSection()
     nccl_inspector: InspectorSection = InspectorSection()
     jobs: JobsSection = JobsSection()
+    ray: RaySection = RaySection()
+    """Why actors of Ray died, from Ray's logs of this node."""
+    orphans: OrphansSection = OrphansSection()
+    """Engine processes whose server is gone, and which keep their GPU's memory."""
     dcgm_exporter: DcgmExporterSection = DcgmExporterSection()
     """Read a dcgm-exporter instead of NVML; set gpu.enabled to false."""
     node_exporter: ExporterSection = ExporterSection()
@@ -240,6 +254,15 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
         rules = parse_discovery(file.jobs.rules or {})
         interval = file.jobs.interval_seconds
         found.append(UninstrumentedJobCollector(registry, node, rules, interval_seconds=interval, proc=file.proc))
+    if file.ray.enabled:
+        from rolecall.agent.collectors.process.ray_workers import RayWorkersCollector
+
+        interval = file.ray.interval_seconds
+        found.append(RayWorkersCollector(registry.registrations, interval_seconds=interval, proc=file.proc))
+    if file.orphans.enabled:
+        from rolecall.agent.collectors.process.orphans import OrphansCollector
+
+        found.append(OrphansCollector(node, interval_seconds=file.orphans.interval_seconds, proc=file.proc))
     _add_exporters(file, node, found)
     return found
 

@@ -3,7 +3,7 @@
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.text import counted
-from rolecall.detector.base.findings import EXIT, FULL_DISK, LOG_FILE
+from rolecall.detector.base.findings import EXIT, FULL_DISK, LOG_FILE, ORPHAN
 
 WATCHED = "rolecall only watches this job"
 """First words of the plan for such a job."""
@@ -18,7 +18,7 @@ def what_to_do(diagnosis: Diagnosis) -> str:
     nodes = ", ".join(dict.fromkeys(str(s.node) for s in suspects))
     if fault is FaultClass.HANG and processes:
         return _of_a_hang(diagnosis, processes)
-    if FULL_DISK in diagnosis.detectors:
+    if {FULL_DISK, ORPHAN} & {*diagnosis.detectors}:
         return diagnosis.advice
     if fault in (FaultClass.CRASH, FaultClass.RESOURCE_EXHAUSTED):
         return _of_a_crash(diagnosis, processes) if processes else "restart the job"

@@ -22,8 +22,10 @@ HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
 LENDER = "lender"
+MINIMUM = "minimum"
 COMMITS = "commits"
 MODE = "mode"
+SERVING_ROLE = "rollout"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
 a diagnosis does not rest on peers alone."""
@@ -103,13 +105,31 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED
+    if plan.action is ActionKind.END_ORPHAN:
+        return _orphans(incident, situation) or PASSED
     return (
         _commits(plan, incident, situation)
         or _lenders(plan, situation)
+        or _minimum(plan, situation)
         or _peer_evidence(plan, incident, situation)
         or _limits(plan, incident, situation)
         or PASSED
     )
+
+
+def _orphans(incident: Incident, situation: Situation) -> GuardResult | None:
+    """No replica ends, but many orphans an hour are no accident, or no orphans."""
+    since, limit = situation.now - HOUR_SECONDS, situation.config.evictions_per_hour_max
+    ended = sum(
+        a.plan.action is ActionKind.END_ORPHAN and a.started_at is not None and a.started_at > since
+        for i in situation.incidents
+        if i.incident_id != incident.incident_id
+        for a in i.attempts
+    )
+    if ended < limit:
+        return None
+    because = f"{counted(ended, 'orphan')} ended in the last hour, the limit is {limit}"
+    return GuardResult("evictions", because, page_oncall=True)
 
 
 def _commits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
@@ -135,6 +155,20 @@ def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:
         because = f"{counted(left, 'rollout')} would go on serving, at least {at_least} must (recovery.rollouts_min)"
         return GuardResult(LENDER, because, page_oncall=True)
     return None
+
+
+def _minimum(plan: Plan, situation: Situation) -> GuardResult | None:
+    """Healthy rollouts that would end with the targets. Without them there is nothing to weigh: a rollout at fault is
+    replaced even if it is the last one."""
+    healthy = [t for t in plan.also_ends if (v := situation.fleet.find(t.replica)) is not None and v.living]
+    if not any(split_replica(t.replica)[0] == SERVING_ROLE for t in healthy):
+        return None
+    left, at_least = remaining(situation.fleet, (*plan.targets, *plan.also_ends)), situation.config.rollouts_min
+    if left >= at_least:
+        return None
+    named = ", ".join(str(t.replica) for t in healthy)
+    because = f"{named} would end too; {counted(left, 'rollout')} would go on serving, at least {at_least} must"
+    return GuardResult(MINIMUM, f"{because} (recovery.rollouts_min)", page_oncall=True)
 
 
 def _is_new_already(target: PlanTarget, newest: int, plan: Plan, incident: Incident) -> bool:
@@ -164,7 +198,7 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
         if 2 * len(ours) > len(peers):
             because = f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone"
             return GuardResult("majority", f"{because}; a majority cannot be outliers", page_oncall=True)
-        if not any(r.living and r.replica not in suspects for r in peers):
+        if not any(r.living and r.replica not in suspects | plan.ends for r in peers):
             because = f"no {role} replica would remain, on peer comparison alone"
             return GuardResult("last_living", because, page_oncall=True)
     return None
@@ -181,15 +215,16 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
     # A restart follows replacements that failed, so their number does not limit it: unless it is the only answer.
     escalates = plan.action.is_restart and config.scope != "job"
     for replica in () if escalates else sorted(at_fault):
-        times = sum(e.replica == replica for e in recent)
+        times = sum(e.replica == replica and e.at_fault for e in recent)
         if times >= config.retries_per_replica_max:
             because = f"{replica} was replaced {times} times in the last hour"
             because += f", the limit is {config.retries_per_replica_max}"
             return GuardResult("retries", because, page_oncall=True)
     fleet = situation.fleet
-    taken, more = num_evictions(recent, fleet), len({fleet.unit_of(r) for r in at_fault})
+    with_them = {str(t.replica) for t in plan.also_ends}
+    taken, more = num_evictions(recent, fleet), len({fleet.unit_of(r) for r in at_fault | with_them})
     if taken + more > config.evictions_per_hour_max:
-        because = f"{taken} evictions in the last hour and {more} more requested"
+        because = f"{taken} evictions in the last hour and {more} more requested{_too(with_them)}"
         because += f", the limit is {config.evictions_per_hour_max}"
         return GuardResult("evictions", because, page_oncall=True)
     others = [i for i in situation.incidents if i.incident_id != incident.incident_id]
@@ -197,6 +232,11 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
     if plan.action.is_restart:
         return _alone(plan, elsewhere)
     return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
+
+
+def _too(replicas: set[str]) -> str:
+    """For what is counted besides the targets."""
+    return f" ({', '.join(sorted(replicas))} would end too)" if replicas else ""
 
 
 def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str]:
@@ -209,7 +249,7 @@ def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str
         if other.state is IncidentState.PLANNED or (
             other.state is IncidentState.PROPOSED and attempt.decision is Decision.APPROVED
         ):
-            found |= {str(t.replica) for t in attempt.plan.targets}
+            found |= attempt.plan.ends
     return found
 
 
@@ -225,7 +265,7 @@ def _at_once(
     plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
 ) -> GuardResult | None:
     """A standby does no work: its repair blocks no other one and comes after those that are due."""
-    targets = {str(t.replica) for t in plan.targets}
+    targets, with_them = set(plan.ends), {str(t.replica) for t in plan.also_ends}
     if all(is_standby(t) for t in targets):
         first = sorted(r for r in elsewhere | waiting if not is_standby(r))
         if first:
@@ -237,7 +277,7 @@ def _at_once(
     # A hybrid is replaced as one.
     if len({fleet.unit_of(r) for r in together}) > config.replicas_at_once_max:
         busy = ", ".join(sorted(elsewhere)) or "nothing"
-        because = f"{busy} under repair and {', '.join(sorted(targets))} requested"
+        because = f"{busy} under repair and {', '.join(sorted(targets))} requested{_too(with_them)}"
         because += f", the limit is {config.replicas_at_once_max} at once"
         # Too many on its own: waiting would not help.
         requested = {fleet.unit_of(t) for t in targets}
@@ -248,6 +288,7 @@ def _at_once(
         under = {t for t in together if split_replica(t)[0] == role}
         if len(under) > allowed:
             alone = len([t for t in targets if split_replica(t)[0] == role]) > allowed
-            because = f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}"
+            because = f"{len(under)} of {size} {role} replicas would be under repair{_too(with_them)}"
+            because += f", the limit is {allowed}"
             return GuardResult("role_share", because, page_oncall=alone)
     return None

@@ -241,7 +241,7 @@ class Incident:
         """Replicas on which an action is performed, or awaits their progress."""
         if self.attempt is None or self.state not in UNDER_REPAIR:
             return frozenset()
-        return frozenset(str(t.replica) for t in self.attempt.plan.targets)
+        return self.attempt.plan.ends
 
     def at_fault(self, plan: Plan) -> frozenset[str]:
         """Targets of one of its plans because of which it acts: a restart takes down healthy replicas too."""
@@ -256,23 +256,32 @@ def paged_text(channel: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """One replica taken down by one started action because of a fault; the limits count these."""
+    """One replica taken down by one started action because of a fault; the limits count these. `at_fault` False: it
+    ended with one that is at fault."""
 
     incident_id: str
     replica: str
     at: float
+    at_fault: bool = True
 
 
 def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
-    """Every replica at fault on which an action started after `since` (wall seconds): of a restart not the healthy ones
-    that it takes down too. Counted at the start, so that a crash between start and end does not refill the budget."""
-    return [
-        Eviction(incident_id=incident.incident_id, replica=replica, at=attempt.started_at)
-        for incident in incidents
-        for attempt in incident.attempts
-        if attempt.started_at is not None and attempt.started_at > since
-        for replica in sorted(incident.at_fault(attempt.plan))
-    ]
+    """Every replica at fault on which an action started after `since` (wall seconds), and every one that ended with it:
+    of a restart not the healthy ones that it takes down too. Counted at the start, so that a crash between start and
+    end does not refill the budget."""
+    found: list[Eviction] = []
+    for incident in incidents:
+        for attempt in incident.attempts:
+            at, plan = attempt.started_at, attempt.plan
+            if at is None or at <= since:
+                continue
+            at_fault = incident.at_fault(plan)
+            with_them = {str(t.replica) for t in plan.also_ends} - at_fault
+            found += [Eviction(incident_id=incident.incident_id, replica=r, at=at) for r in sorted(at_fault)]
+            found += [
+                Eviction(incident_id=incident.incident_id, replica=r, at=at, at_fault=False) for r in sorted(with_them)
+            ]
+    return found
 
 
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.errors import (
     ActuatorError,
     ConcurrentWrite,
@@ -387,7 +387,7 @@ class Watch:
             elif isinstance(move, Decide):
                 verdict = decide(move.question)
                 created = PlanCreated(
-                    plan=replace(verdict.plan, also_hit=tuple(self._actuator.also_hit(verdict.plan))),
+                    plan=self._with_side_effects(verdict.plan, situation.fleet),
                     page_oncall=verdict.page_oncall,
                     outcome=str(verdict.outcome),
                     question=move.question.to_dict(),
@@ -397,6 +397,13 @@ class Watch:
                 return
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
+
+    def _with_side_effects(self, plan: Plan, fleet: FleetView) -> Plan:
+        """What the actuator would end besides. Of replicas that are not counted no number is known: the actuator
+        refuses such a plan."""
+        seen = [v for name in self._actuator.also_ends(plan) if (v := fleet.find(name)) is not None]
+        ends = (PlanTarget(replica=v.replica, incarnation=v.desired_incarnation, node=v.node) for v in seen)
+        return replace(plan, also_hit=tuple(self._actuator.also_hit(plan)), also_ends=tuple(ends))
 
     def _returned_at(self) -> dict[str, float]:
         """Node -> when it was last returned to service, wall seconds."""
@@ -465,8 +472,8 @@ class Watch:
         return True
 
     def _forget(self, plan: Plan) -> None:
-        """From now on the end of its targets is intended, no second fault."""
-        for target in plan.targets:
+        """From now on the end of its targets, and of what ends with them, is intended, no second fault."""
+        for target in (*plan.targets, *plan.also_ends):
             self._detector.forget(target.replica, target.incarnation + 1)
 
     def _resume_lenders(self) -> None:

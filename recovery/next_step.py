@@ -38,7 +38,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import FULL_DISK, PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node
 
 TRAINER = "trainer"
 JOIN_FACTOR = 10
@@ -122,7 +122,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
     # It ends by the hand of whoever was paged, which can be seen.
-    lasts = FULL_DISK in incident.diagnosis.detectors
+    lasts = bool({FULL_DISK, ORPHAN} & {*incident.diagnosis.detectors})
     if attempt.plan.action is ActionKind.TOLERATE and (moot or not situation.observing):
         if attempt.page_oncall:
             paged = _page_oncall(incident, "nothing_helps", attempt.plan.because, situation)
@@ -194,6 +194,7 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     views = [(t, situation.fleet.find(t.replica)) for t in attempt.plan.targets]
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
+    begins |= attempt.plan.action is ActionKind.END_ORPHAN
     if begins and ((situation.paused is not None and not situation.begun) or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
@@ -204,6 +205,8 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _escalate(incident, "job_stopped", attempt.plan.because, situation)
     if incident.verified_at is not None:
         return _close(incident, IncidentOutcome.RESOLVED, attempt.plan.because)
+    if attempt.plan.action is ActionKind.END_ORPHAN:
+        return _orphan_gone(incident, attempt, situation)
     # A slow start that is cut short begins again, so each attempt after such a failure waits longer.
     num_slow = sum(a.failure is ActionFailure.NO_PROGRESS for a in incident.attempts)
     seen = verify(
@@ -223,6 +226,20 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _close(incident, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {situation.ended}")
     if seen.failure is not None:
         return failed(incident, attempt, seen.failure, seen.because)
+    return None
+
+
+def _orphan_gone(incident: Incident, attempt: Attempt, situation: Situation) -> Append | None:
+    """Its agent no longer sees it."""
+    plan, waited = attempt.plan, situation.now - (attempt.done_at or situation.now)
+    if situation.absent_seconds >= CLEAR_SECONDS:
+        because = f"process {plan.process.pid if plan.process else '?'} is gone"
+        verified = IncidentVerified(digest=plan.digest, because=because, serving_at=situation.now)
+        return _about(incident, attempt, "verified", verified)
+    if situation.ended is not None:
+        return _close(incident, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {situation.ended}")
+    if waited > situation.config.verification_timeout_seconds:
+        return failed(incident, attempt, ActionFailure.NO_PROGRESS, f"it is still there {waited:.0f} s after its end")
     return None
 
 

@@ -51,6 +51,8 @@ COLLAPSE = "collapse"
 would cost more than a page costs when it is right."""
 FULL_DISK = "full_disk"
 """Of a disk without space. It names a node; no new process would find more space there."""
+ORPHAN = "orphan"
+"""Of an engine process without its server: no replica is at fault. It is ended, or on-call is told the command."""
 ONCE = "wrong_numbers_once"
 """`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
 AGAIN = "wrong_numbers"
@@ -242,6 +244,8 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
         return _nothing(facts, because, page=True)
     if FULL_DISK in diagnosis.detectors:
         return _nothing(facts, f"{diagnosis.because}: no replica is evicted; {diagnosis.advice}", page=True)
+    if ORPHAN in diagnosis.detectors:
+        return _end_orphan(facts)
     if ONCE in diagnosis.detectors:
         return _nothing(facts, f"{diagnosis.because}; a single occurrence is tolerated")
     remedy = diagnosis.fault_class.spec.remedy
@@ -256,6 +260,25 @@ def _of_class(facts: PolicyInput) -> PolicyDecision:
             because = f"{diagnosis.because}; no known action resolves it{settle}"
             return _nothing(facts, because, page=True)
     return _replace(facts, diagnosis.because)
+
+
+def _end_orphan(facts: PolicyInput) -> PolicyDecision:
+    """Once: a process that does not end then is for on-call."""
+    diagnosis = facts.diagnosis
+    process = next((s.process for s in diagnosis.suspects if s.process is not None), None)
+    if process is None or facts.past or ActionKind.END_ORPHAN not in facts.supports:
+        tried = f": {facts.past[-1].because}" if facts.past else ""
+        because = f"{diagnosis.because}{tried}: no replica is at fault; {diagnosis.advice}"
+        outcome = IncidentOutcome.ESCALATED if facts.past else IncidentOutcome.TOLERATED
+        return _nothing(facts, because, page=True, outcome=outcome)
+    plan = Plan(
+        incident_id=facts.incident_id,
+        action=ActionKind.END_ORPHAN,
+        targets=(),
+        because=diagnosis.because,
+        process=process,
+    )
+    return PolicyDecision(plan=plan)
 
 
 def _num_restarted(facts: PolicyInput) -> int:

@@ -36,9 +36,11 @@ from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
-from rolecall.views import observed_ranks
+from rolecall.views import observed_capabilities, observed_course, observed_ranks
 from rolecall.views.incidents import InjectedFault, parse_injections
 from rolecall.views.journal_reader import JournalReader
+from rolecall.views.observed_capabilities import ObservedCapability
+from rolecall.views.observed_course import CoursePoint
 from rolecall.views.observed_ranks import ObservedRank
 from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
 
@@ -175,14 +177,19 @@ class ReplicaRecords:
         self.current: Mapping[ReplicaId, Actual] = {}
         self.damaged: tuple[str, ...] = ()
         self.observed: tuple[ObservedRank, ...] = ()
+        self.course: tuple[CoursePoint, ...] = ()
+        self.capabilities: tuple[ObservedCapability, ...] = ()
         self._mark: tuple[object, ...] | None = None
 
     def refresh(self, journal: Journal) -> bool:
         """Whether anything changed."""
         count, total = sa.func.count(), sa.func.sum
-        seen = sa.select(FLAGS.c.value).where(FLAGS.c.name == observed_ranks.FLAG).scalar_subquery()
+        flags = (
+            sa.select(FLAGS.c.value).where(FLAGS.c.name == name).scalar_subquery()
+            for name in (observed_ranks.FLAG, observed_course.FLAG, observed_capabilities.FLAG)
+        )
         marks = (
-            sa.select(seen, count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
+            sa.select(*flags, count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
             sa.select(count, total(DESIRED.c.incarnation), total(DESIRED.c.fence)).select_from(DESIRED),
         )
         with journal.store.read() as conn:
@@ -201,7 +208,10 @@ class ReplicaRecords:
             except JournalCorrupt as e:
                 damaged.append(str(e))
         self.desired, self.current, self.damaged = journal.desired(), current, tuple(damaged)
-        self.observed = observed_ranks.from_json(str(mark[0] or ""))
+        ranks, course, capabilities = (str(text or "") for text in mark[:3])
+        self.observed = observed_ranks.from_json(ranks)
+        self.course = observed_course.from_json(course)
+        self.capabilities = observed_capabilities.from_json(capabilities)
         self._mark = mark
         return True
 
@@ -270,7 +280,9 @@ class JournalSnapshot:
     """Mode of the watch: observe, approve, act. Empty: no watch has started yet."""
     quarantined: frozenset[str] = frozenset()  # nodes
     trends: RunTrends = field(default_factory=RunTrends)
-    observed: tuple[ObservedRank, ...] = ()  # ranks of a job that rolecall only watches
+    observed: tuple[ObservedRank, ...] = ()  # ranks of a job that rolecall only watches, as the two below
+    course: tuple[CoursePoint, ...] = ()
+    capabilities: tuple[ObservedCapability, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -490,6 +502,8 @@ class _Following:
             quarantined=frozenset(fold.quarantined),
             trends=self._trends(fold, now, lease),
             observed=self._records.observed,
+            course=self._records.course,
+            capabilities=self._records.capabilities,
         )
 
     def _trends(self, fold: Fold, now: float, lease: Lease | None) -> RunTrends:

@@ -4,11 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rolecall.core.faults import FaultClass
 from rolecall.core.text import plain
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, SEVERITIES, Severity, severity
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.recovery.incidents import Incident
+from rolecall.views.observed_course import step_at
 
 KIND_OF: Mapping[Severity, str] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.MINOR: "note"}
 GLYPHS: Mapping[str, str] = {"bad": "▲", "warn": "◆", "note": "◔", "good": "●"}
@@ -51,6 +53,8 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         kind = "note" if word == "Starting" else "good"
         if word == "Watched" and not (snapshot.observed or snapshot.projection.incidents):
             kind, word = "note", "Not started"
+        elif word == "Watched" and snapshot.observed and not any(r.alive_at(snapshot.at) for r in snapshot.observed):
+            kind, word = "warn", "Watched: no rank is alive"
     num = len(still_open)
     counted = f"{num} open incident{'s' if num != 1 else ''}" if num else "no open incidents"
     if run.ended:
@@ -63,8 +67,10 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
             kind = "warn"
         if unwatched:
             kind = "bad"
-            word, unwatched = (unwatched.capitalize(), "") if word == "Watched" else (word, unwatched)
+            word, unwatched = (unwatched.capitalize(), "") if word.startswith("Watched") else (word, unwatched)
     step = f"step {run.step + 1:,}" + (f" of {run.num_steps:,}" if run.num_steps else "") if run.step >= 0 else ""
+    if run.step < 0 and snapshot.course:
+        step = f"step {snapshot.course[-1].step:,}"
     took = f"for {age(run.elapsed_seconds)}" if run.started_at is not None and not run.ended and not stalled else ""
     mode = f"mode {snapshot.mode}" if snapshot.mode and not run.ended else ""
     mode += ": no action is taken" if snapshot.mode == MODE_OBSERVE and mode else ""
@@ -96,11 +102,16 @@ def _stalled_seconds(snapshot: JournalSnapshot) -> float | None:
 
 
 def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
-    """The step that the fault hit; of a job that rolecall only watches, the one at which the suspects stand."""
+    """The step that the fault hit. Of a job that rolecall only watches: the one at which the suspects stand; if they go
+    on, as a slow rank does, the one of the job at the onset."""
     if snapshot.trends.curve:
         return snapshot.trends.steps.get(incident.incident_id)
+    hit = step_at(snapshot.course, incident.first_diagnosis.onset)
+    goes_on = incident.closed_at is not None or incident.diagnosis.fault_class is FaultClass.SLOW
+    if goes_on and hit is not None:
+        return hit
     named = {(s.replica, s.rank) for s in incident.diagnosis.suspects}
     pids = {(str(s.node), s.process.pid) for s in incident.diagnosis.suspects if s.process is not None}
     # A rank that was started again stands at a step of its own.
     here = (r for r in snapshot.observed if {(r.replica, r.rank), (r.replica, None)} & named)
-    return max((r.step for r in here if r.step >= 0 and (not pids or (r.node, r.pid) in pids)), default=None)
+    return max((r.step for r in here if r.step >= 0 and (not pids or (r.node, r.pid) in pids)), default=hit)

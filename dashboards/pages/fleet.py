@@ -22,6 +22,7 @@ from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import chosen_run, data_table, page
+from rolecall.dashboards.pages.status import status_of
 from rolecall.dashboards.pages.style import STATES, Cell, Link, cell, class_of
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
@@ -224,7 +225,7 @@ def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealt
         because = f": {escape(row.because, 300)}" if row.because else ""
         st.html(f'<div class="rc"><b>{escape(row.node, 100)}</b> {escape(row.status)}{because}</div>')
         st.html(_replicas(row, snapshot))
-        _incidents(row, found, fleet)
+        _incidents(row, found, fleet, snapshot)
         _codes(row.codes)
         _commands(row.past)
         _burn_ins(row.past)
@@ -266,7 +267,7 @@ def _replicas(row: nodes.NodeRow, snapshot: JournalSnapshot) -> str:
     )
 
 
-def _incident_table(found: Sequence[Incident]) -> str:
+def _incident_table(found: Sequence[Incident], snapshot: JournalSnapshot) -> str:
     """Each incident with a link to its page."""
     run = chosen_run()
     rows: list[list[Cell]] = [
@@ -274,7 +275,7 @@ def _incident_table(found: Sequence[Incident]) -> str:
             _when(i.opened_at),
             Link(i.incident_id, href(i.incident_id, run)),
             in_words(i.diagnosis.fault_class),
-            in_words(i.outcome or i.state),
+            in_words(status_of(i, snapshot.mode, snapshot.at)),
             i.diagnosis.because,
         ]
         for i in found
@@ -282,7 +283,9 @@ def _incident_table(found: Sequence[Incident]) -> str:
     return small_table(["opened (UTC)", "incident", "class", "status", "diagnosis"], rows, stack=True)
 
 
-def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:
+def _incidents(
+    row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot
+) -> None:
     st.markdown("**Incidents**")
     if not found:
         st.text("None on this node.")
@@ -295,7 +298,7 @@ def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.Fleet
     if len(newest) > 1:
         st.altair_chart(_incidents_chart(newest), width="stretch")
     with st.container(height=LISTED_PIXELS if len(newest) > LISTED_INCIDENTS else "content", border=False):
-        st.html(_incident_table(newest))
+        st.html(_incident_table(newest, snapshot))
 
 
 def _incidents_chart(found: Sequence[Incident]) -> Any:

@@ -189,10 +189,12 @@ def page(
     title: str,
     draw: Callable[[Reader, JournalSnapshot], None],
     slow: Callable[[Reader, JournalSnapshot], None] | None = None,
+    last: Callable[[Reader, JournalSnapshot], None] | None = None,
 ) -> None:
     """Draws a page: sidebar, heading, error banner if any, and the content, refreshed every few seconds.
 
-    `slow`: content that is expensive to draw, below the rest and refreshed less often.
+    `slow`: content that is expensive to draw, below the rest and refreshed less often. `last`: content below that,
+    refreshed as the first.
     """
     journal_reader = reader(chosen())
     sidebar(journal_reader)
@@ -226,6 +228,15 @@ def page(
                 _drawn(journal_reader, snapshot, slow)
 
         draw_slow()
+    if last is not None:
+
+        @st.fragment(run_every=every)
+        def draw_last() -> None:
+            snapshot = journal_reader.latest()
+            if snapshot.usable and may_read(journal_reader):
+                _drawn(journal_reader, snapshot, last)
+
+        draw_last()
 
 
 def _drawn(journal_reader: Reader, snapshot: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:

@@ -109,6 +109,12 @@ _CSS = """
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; white-space: nowrap; }
 .rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
+.rc-mark { font-weight: 600; } .rc-table code { font-size: .85em; }
+.rc-bar { display: inline-block; width: 5rem; height: .7rem; background: var(--line); border-radius: 3px; }
+.rc-bar i { display: block; height: 100%; border-radius: 3px; background: currentColor; }
+.rc-stacked > div { display: flex; height: 1.3rem; border-radius: 4px; overflow: hidden; background: var(--line); }
+.rc-stacked p { margin: .35rem 0 0; } .rc-stacked p span { margin-right: 1.2rem; white-space: nowrap; }
+.rc-stacked p i { display: inline-block; width: .8rem; height: .8rem; border-radius: 3px; }
 .st-key-incidents-show, .rc-phone-cards, .rc-phone { display: none; }
 .rc-phone-cards div { position: relative; border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem;
   margin-bottom: .5rem; background: var(--card); }
@@ -134,6 +140,7 @@ _CSS = """
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
   .rc-table.stack thead { display: none; } .rc-table.stack td { display: flex; border: 0; padding: 0; text-align: left; }
+  .rc-table.stack td:empty { display: none; }
   .rc-table.stack td::before { content: attr(data-h); flex: none; width: 6.5rem; color: var(--soft); }
   .rc-table.stack tr { display: block; border-bottom: 1px solid var(--line); padding: .3rem 0; }
   .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
@@ -164,7 +171,7 @@ def class_of(state: str) -> str:
 def banner(kind: str, head: str, *sentences: str, advice: str = "") -> str:
     """A banner: headline, details, and advice. `kind`: bad, warn, note or good.
 
-    Only `advice`, which is trusted text, renders backticks as code.
+    Only `advice` renders backticks as code.
     """
     parts = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
     parts += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
@@ -198,7 +205,63 @@ class Link:
         return self.text
 
 
-Cell = str | Link
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A state in its colour, with a glyph. `kind`: bad, warn, note, good or soft."""
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A number with a bar, to be compared with those below it. `share`: of the longest, 0 to 1."""
+
+    share: float
+    text: str
+    kind: str = "good"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Prose:
+    """A text whose backticks are shown as code."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cell = str | Link | Mark | Bar | Prose
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Of a stacked bar. `share`: 0 to 1."""
+
+    share: float
+    name: str
+    text: str
+    colour: str
+
+
+def stacked(segments: Sequence[Segment]) -> str:
+    """A stacked bar as wide as its place, with a legend; shares too small to be seen are in the legend only."""
+    bar = "".join(
+        f'<i title="{escape(f"{s.name}: {s.text}", 200)}" style="width:{100 * s.share:.2f}%;background:{s.colour}"></i>'
+        for s in segments
+    )
+    legend = "".join(
+        f'<span><i style="background:{s.colour}"></i> <b>{escape(s.name, 60)}</b> {escape(s.text, 80)}</span>'
+        for s in segments
+    )
+    return f'<div class="rc rc-stacked"><div>{bar}</div><p>{legend}</p></div>'
 
 
 _NUMBER = re.compile(r"(< )?\d[\d.,]*( (\d+|s|min|h|d|%))*")
@@ -206,6 +269,16 @@ _NUMBER = re.compile(r"(< )?\d[\d.,]*( (\d+|s|min|h|d|%))*")
 
 def _cell_html(content: Cell) -> str:
     text = escape(content)
+    if isinstance(content, Mark):
+        glyph = GLYPHS.get(content.kind, "·")
+        return f'<span class="rc-{escape(content.kind)} rc-mark">{glyph} {text}</span>'
+    if isinstance(content, Prose):
+        return _code(text)
+    if isinstance(content, Bar):
+        width = 100 * max(0.0, min(1.0, content.share))
+        return (
+            f'<span class="rc-bar"><i class="rc-{escape(content.kind)}" style="width:{width:.0f}%"></i></span> {text}'
+        )
     return f'<a href="{escape(content.url)}" target="_self">{text}</a>' if isinstance(content, Link) else text
 
 

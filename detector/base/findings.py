@@ -28,6 +28,8 @@ NOT_FINITE = "not_finite"
 """Detector of NaN and infinite training values of a job that rolecall did not start."""
 FULL_DISK = "full_disk"
 """Detector of disks without space: its findings name a node, and no process is at fault."""
+ORPHAN = "orphan"
+"""Detector of engine processes without their server: its findings name a node and a process of no replica."""
 COLLAPSE = "collapse"
 """Detector of policy collapse: its findings concern the run, not a machine."""
 

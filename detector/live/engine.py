@@ -25,13 +25,16 @@ from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
+from rolecall.detector.live.stages.dead_role import DeadRoleStage
 from rolecall.detector.live.stages.engine import EngineStage
 from rolecall.detector.live.stages.full_disk import FullDiskStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.not_finite import NotFiniteStage
+from rolecall.detector.live.stages.orphans import OrphansStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.ray_deaths import RayDeathsStage
 from rolecall.detector.live.stages.skipped import SkippedCollectiveStage
 from rolecall.detector.live.stages.slow import SlowLoadingStage, SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
@@ -56,9 +59,12 @@ STAGES: Stages = (
     SlowStage,
     AgentLostStage,
     FullDiskStage,
+    OrphansStage,
     NcclRasStage,
     NodeFaultsStage,
+    RayDeathsStage,
     LostRanksStage,
+    DeadRoleStage,
     WaitStage,
     PulledEvidenceStage,
     PanelsStage,

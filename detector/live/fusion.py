@@ -30,6 +30,7 @@ from rolecall.detector.base.findings import (
     GAIN,
     NOT_FINITE,
     OF_GPU,
+    ORPHAN,
     PANEL,
     SETTLE,
     settles,
@@ -89,8 +90,8 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector in (COLLAPSE, NOT_FINITE, FULL_DISK):
-        return "; ".join(own)  # on-call decides whether to stop the run, or what to delete
+    if finding.detector in (COLLAPSE, NOT_FINITE, FULL_DISK, ORPHAN):
+        return "; ".join(own)  # on-call decides whether to stop the run, or what to delete or to end
     usual = finding.fault_class.spec.advice
     # It is already there if a diagnosis is replayed (detector/sources/agent_event_files.py).
     if not any(text.endswith(usual) for text in own):

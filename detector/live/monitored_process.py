@@ -289,6 +289,7 @@ class MonitoredProcess:
     epoch_fresh: bool = True  # no collective finished yet in its current epoch
     rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
     exit_event: AgentEvent | None = None
+    ray_event: AgentEvent | None = None  # why it ended, from Ray's logs
     exit_wall: float = 0.0
     followed: bool = False  # uninstrumented: its exit is a consequence of another exit
     dead_wall: float = 0.0  # time of the first sample that reports it as dead

@@ -20,6 +20,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Proce
 from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
+from rolecall.formats.ray_logs import RayReason
 
 WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees, CorruptTransfer))
 """Exceptions that report what a replica computed or sent."""
@@ -364,6 +365,12 @@ class MonitoredProcesses:
             subject.first_wall = min(subject.first_wall, self.wall_of(event))
         if event.kind == AgentEventKind.FINISHED:
             subject.finished = True
+        elif event.kind == AgentEventKind.RAY_WORKER_ENDED and event.process == subject.process:
+            subject.ray_event = subject.ray_event or event
+            # What the job or Ray ended on purpose is no crash. Exit code 0 of a worker says nothing: Ray exits with it
+            # after a failed __init__ and after sys.exit(3), too.
+            reason = RayReason(event.detail.get("reason", ""))
+            subject.finished = reason.is_intended or (subject.finished and reason is RayReason.NO_WORD)
         elif event.kind == AgentEventKind.EXITED and subject.exit_event is None:
             subject.exit_event = event
             self._lost(subject, subject.exit_wall or now)

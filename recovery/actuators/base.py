@@ -42,6 +42,9 @@ class Actuator(Protocol):
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         """Side effects of the plan on other replicas, as text."""
 
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
+        """Names of the replicas that end with the plan's targets, and of nothing that the plan names itself."""
+
     def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult | None:
         """Performs the plan, or finds it performed. None: it is under way; the caller asks again. `lost_nodes`: nothing
         is placed there, as on quarantined ones. Raises LeaseFenced: `lease` is over; another watch is the recovery
@@ -59,6 +62,10 @@ class NoopActuator:
     schedules = False
 
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        del plan
+        return ()
+
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
         del plan
         return ()
 

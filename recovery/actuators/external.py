@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
+from rolecall.core.ids import ProcessId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import CallEnded, CallStarted
@@ -22,8 +23,10 @@ from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.actuators.targets.target import OF_ANOTHER_JOB, Member, Order, Target
 from rolecall.recovery.borrowing import Comeback
+from rolecall.recovery.policy import ORPHAN
 
 PLANS_AT_ONCE = 8
 CALLS_MAX = 200
@@ -64,8 +67,11 @@ class ExternalActuator:
         clock: Clock,
         *,
         deadline_seconds: float,
+        reaper: Reaper | None = None,
     ) -> None:
-        self.name, self.supports = target.name, target.supports
+        """`reaper`: ends orphans; None: nothing does."""
+        self.name, self._reaper = target.name, reaper
+        self.supports = target.supports | ({ActionKind.END_ORPHAN} if reaper is not None else frozenset())
         self._target, self._journal, self._members, self._clock = target, journal, members, clock
         self._deadline_seconds = deadline_seconds
         self._pool = ThreadPoolExecutor(PLANS_AT_ONCE, thread_name_prefix="actuator")
@@ -76,9 +82,12 @@ class ExternalActuator:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        return tuple(map(_ends_too, self.also_ends(plan)))
+
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
         named = {str(t.replica) for t in plan.targets}
         found = {r for t in plan.targets for r in self._target.also_hit(order_of(plan, t, self._members()))}
-        return tuple(_ends_too(replica) for replica in sorted(found - named))
+        return tuple(sorted(found - named))
 
     def resume(self, comeback: Comeback, lease: Lease) -> None:
         del lease
@@ -116,6 +125,8 @@ class ExternalActuator:
         outdated = self._outdated(plan)
         if outdated is not None:
             return outdated
+        if plan.process is not None:
+            return self._begin_orphan(plan, plan.process, lease, ends_at)
         begun = self._has_begun(plan)
         orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
         hit = {r for order in orders for r in self._target.also_hit(order)} - {str(t.replica) for t in plan.targets}
@@ -130,6 +141,33 @@ class ExternalActuator:
             return ActionResult(done=False, because=because)
         now = self._clock.monotonic()
         return _UnderWay(orders=orders, fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
+
+    def _begin_orphan(self, plan: Plan, process: ProcessId, lease: Lease, ends_at: float) -> _UnderWay | ActionResult:
+        """An orphan belongs to no replica: a process that the watch knows as a rank, of whatever job, is none."""
+        name, members = f"{ORPHAN}/{process.pid}", [m for _, m in self._members()]
+        rank = next((m for m in members if (m.node, m.pid, m.start_ticks) == _identity(process)), None)
+        if rank is not None:
+            because = f"process {process.pid} on {process.node} is rank {rank.rank} of {rank.label}, and no orphan"
+            return ActionResult(done=False, because=because)
+        node, pid, start_ticks = _identity(process)
+        order = Order(
+            key=f"{plan.digest}:{name}",
+            incident_id=str(plan.incident_id),
+            replica=name,
+            incarnation=0,
+            node=node,
+            because=plan.because,
+            members=(Member(replica=name, rank=0, node=node, pid=pid, start_ticks=start_ticks),),
+            others=tuple(members),
+            begun=self._has_begun(plan),
+        )
+        now = self._clock.monotonic()
+        return _UnderWay(orders=[order], fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
+
+    def _procedure(self, order: Order) -> Procedure:
+        if self._reaper is not None and order.incarnation == 0:
+            return self._reaper.end(order)
+        return self._target.replace(order)
 
     def _is_stale(self, state: _UnderWay) -> bool:
         """Whether what it has read may no longer hold, and there is time to read it anew. Not while the reply to a
@@ -194,7 +232,7 @@ class ExternalActuator:
             if state.procedure is None:
                 if len(state.done) == len(state.orders):
                     return None
-                state.procedure, reply = self._target.replace(state.orders[len(state.done)]), None
+                state.procedure, reply = self._procedure(state.orders[len(state.done)]), None
             try:
                 return next(state.procedure) if reply is None else state.procedure.send(reply)
             except StopIteration as e:
@@ -224,6 +262,10 @@ class ExternalActuator:
         ended = CallEnded(actuator=self.name, status=reply.status, text=reply.short)
         key = self._key(plan, state, call, "reply")
         self._journal.append(ended, incident_id=plan.incident_id, key=key, lease=lease)
+
+
+def _identity(process: ProcessId) -> tuple[str, int, int]:
+    return str(process.node), process.pid, process.start_ticks
 
 
 def _ends_too(replica: str) -> str:

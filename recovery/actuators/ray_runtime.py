@@ -59,6 +59,10 @@ class RayRuntime:
                 found.append(f"{standby.replica} becomes {target.replica}")
         return tuple(found)
 
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
+        del plan  # it names all that it ends: both replicas of a hybrid, and lenders
+        return ()
+
     def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
         if plan.action not in self.supports:
             raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")

@@ -227,9 +227,9 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
 
 
 def decided_then(created: PlanCreated) -> dict[str, Any]:
-    """The stored decision in the form of `PolicyDecision.to_dict`. Side effects (`also_hit`) come from the actuator and
-    are not part of the decision."""
-    plan = {**created.plan.to_dict(), "also_hit": []}
+    """The stored decision in the form of `PolicyDecision.to_dict`. Side effects (`also_hit`, `also_ends`) come from the
+    actuator and are not part of the decision."""
+    plan = {**created.plan.to_dict(), "also_hit": [], "also_ends": ()}
     return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 
 

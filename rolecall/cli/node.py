@@ -297,12 +297,16 @@ def end(
         int, typer.Option("--start-ticks", help="Its start time: field 22 of /proc/PID/stat. Another one: gone.")
     ],
     grace: Annotated[float, typer.Option("--grace", min=0, max=600, help="Seconds after SIGTERM until SIGKILL.")] = 0.0,
+    orphan: Annotated[bool, typer.Option("--orphan", help="Only an engine process whose server is gone.")] = False,
 ) -> None:
     """End a process of this node and its descendants.
 
     Never another process that has its PID by now. Exit code 2 if it does not end."""
     from rolecall.node.end_process import end_process
+    from rolecall.node.orphans import refuse_unless_orphan
 
+    if orphan:
+        refuse_unless_orphan(pid, start_ticks)
     out(end_process(pid, start_ticks, grace_seconds=grace))
 
 

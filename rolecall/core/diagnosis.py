@@ -25,6 +25,7 @@ class ActionKind(StrEnum):
     ROLL_BACK = "roll_back"
     QUARANTINE_NODE = "quarantine_node"
     STOP_JOB = "stop_job"
+    END_ORPHAN = "end_orphan"
 
     @property
     def is_restart(self) -> bool:
@@ -192,6 +193,15 @@ class Plan:
     """Other replicas that the action would disturb, as text."""
     lent: tuple[PlanTarget, ...] = ()
     """Healthy replicas that end and lend their nodes to targets, until nodes are free for them."""
+    also_ends: tuple[PlanTarget, ...] = ()
+    """Replicas that end with the targets though nothing is wrong with them: the guards count them."""
+    process: ProcessId | None = None
+    """Of an action on one process that belongs to no replica."""
+
+    @property
+    def ends(self) -> frozenset[str]:
+        """All replicas that the action ends but lenders, which have a guard of their own."""
+        return frozenset(str(t.replica) for t in (*self.targets, *self.also_ends))
 
     @property
     def intent(self) -> str:
@@ -211,6 +221,8 @@ class Plan:
                 return f"restart all replicas of a role: {what}"
             case ActionKind.RESTART_JOB:
                 return "restart the job from its newest checkpoint"
+            case ActionKind.END_ORPHAN if self.process is not None:
+                return f"end the orphaned process {self.process.pid} on {self.process.node}"
         return f"{in_words(self.action)} {what}".rstrip()
 
     @property
@@ -218,6 +230,8 @@ class Plan:
         """`replace replica of rollout/1#2`, `restart job`."""
         if self.action is ActionKind.RESTART_JOB:
             return in_words(self.action)
+        if self.process is not None:
+            return f"{in_words(self.action)}: process {self.process.pid} on {self.process.node}"
         targets = ", ".join(f"{t.replica}#{t.incarnation}" if t.incarnation else t.replica for t in self.targets)
         lent = ", ".join(f"{t.replica}#{t.incarnation}" for t in self.lent)
         borrowing = f" by that of {lent}" if lent else ""
@@ -228,6 +242,7 @@ class Plan:
         """An approval is bound to it: action, targets and lenders with incarnations, and the incident."""
         what = [self.incident_id, str(self.action), [[t.replica, t.incarnation, t.node] for t in self.targets]]
         what += [[[t.replica, t.incarnation, t.node] for t in self.lent]] if self.lent else []
+        what += [str(self.process)] if self.process is not None else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,6 +254,8 @@ class Plan:
             "action": ActionKind(record["action"]),
             "targets": tuple(PlanTarget(**t) for t in record["targets"]),
             "also_hit": tuple(record["also_hit"]),
-            "lent": tuple(PlanTarget(**t) for t in record.get("lent", ())),  # absent in older journals
+            "lent": tuple(PlanTarget(**t) for t in record.get("lent", ())),  # absent in older journals, as the next
+            "also_ends": tuple(PlanTarget(**t) for t in record.get("also_ends", ())),
+            "process": ProcessId(**record["process"]) if record.get("process") else None,
         }
         return cls(**{**{k: v for k, v in record.items() if k != "digest"}, **fixed})

@@ -205,6 +205,9 @@ class AgentEventKind(StrEnum):
     EXCEPTION = "exception"  # an uncaught exception, reported by the process before it died
     FINISHED = "finished"  # the process announced an intended exit
     RAYLET_EXITED = "raylet_exited"
+    RAY_WORKER_ENDED = "ray_worker_ended"  # after `exited`, from Ray's logs: `reason`, `text`, `line`, `log_file`
+    ORPHANED_ENGINE = "orphaned_engine"  # an engine's process without its server: `title`, `adopted_by`, `command`
+    ORPHAN_GONE = "orphan_gone"  # it has ended
     AGENT_STARTED = "agent_started"
     XID = "xid"  # `xid`, `gpu` (index) or `pci`, `mnemonic`, `action`, `line`; SXid: `sxid`
     GPU_LOST = "gpu_lost"  # `gpu`, `uuid`: no NVML call on it succeeds

@@ -1,23 +1,18 @@
 """Engine processes whose server is gone: they keep GPU memory, and nobody will ever use or end them.
 
-An engine's core or worker names itself (vLLM: `VLLM::EngineCore`, `VLLM::Worker_TP0`; SGLang: `sglang::scheduler_TP0`)
-and is a child of its server. When that dies without ending it (an actor of Ray without process group cleanup, SIGKILL),
-the kernel gives it to an init process: then its parent is one. Seen in vLLM's issue 55510, with 115 GiB of GPU memory.
+The rule is that of the agent (`agent.collectors.process.orphans`), which reports them as events.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.counters import read_at_most
+from rolecall.agent.collectors.process.orphans import TITLE_BYTES_MAX, end_command, is_orphan
+from rolecall.agent.collectors.process.ray_workers import stat_of
+from rolecall.core.errors import CommandRefused
 from rolecall.core.ids import process_start_ticks
-
-ENGINE = re.compile(r"^(VLLM::(EngineCore|Worker|DPCoordinator)|sglang::(scheduler|detokenizer))", re.IGNORECASE)
-INITS = frozenset(
-    ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "raylet", "slurmstepd", "s6-svscan")
-)
-"""Names of processes that inherit those whose parent has died: none of them is the server of an engine."""
-GRACE_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +50,7 @@ def find_orphans(
     by_pid = {p.pid: p for p in processes}
     for process in by_pid.values():
         parent = by_pid.get(process.parent)
-        if parent is None or parent.name not in INITS or not ENGINE.match(process.title):
+        if parent is None or not is_orphan(process.title, parent.name):
             continue
         yield OrphanedEngine(
             pid=process.pid,
@@ -63,7 +58,7 @@ def find_orphans(
             age_seconds=process.age_seconds,
             adopted_by=f"{parent.name} ({parent.pid})",
             gpu_bytes=None if gpu_bytes is None else gpu_bytes.get(process.pid, 0),
-            command=f"rolecall node end {process.pid} --start-ticks {process.start_ticks} --grace {GRACE_SECONDS}",
+            command=end_command(process.pid, process.start_ticks),
         )
 
 
@@ -106,3 +101,15 @@ def gpu_bytes_by_pid() -> dict[int, int] | None:
     finally:
         pynvml.nvmlShutdown()
     return found
+
+
+def refuse_unless_orphan(pid: int, start_ticks: int, proc: Path = Path("/proc")) -> None:
+    """Raises CommandRefused: the process runs and is no orphan. One that is gone is left to the caller."""
+    stat = stat_of(proc, pid)
+    if stat is None or stat[2] != start_ticks:
+        return
+    parent = stat_of(proc, stat[1])
+    title = read_at_most(f"{proc}/{pid}/cmdline", TITLE_BYTES_MAX).split(b"\0")[0].decode("utf-8", "replace")
+    if parent is None or not is_orphan(title, parent[0]):
+        whose = f"its parent is {parent[0]} ({stat[1]})" if parent is not None else "its parent is not known"
+        raise CommandRefused(f"PID {pid} ({title}) is no orphan of an engine: {whose}")

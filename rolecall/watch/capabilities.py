@@ -6,6 +6,7 @@
 there is nothing, as no GPU on the node. The conditions are those of the live detector's stages, by their own constants.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -170,11 +171,21 @@ class RankCapabilities:
 def capabilities(facts: JobFacts) -> tuple[RankCapabilities, ...]:
     """Of each rank, by replica and rank."""
     nodes = {n.node: n for n in facts.nodes}
+    sizes = _Sizes(
+        Counter(r.replica for r in facts.ranks), Counter((r.role, r.job) for r in facts.ranks)
+    )  # once: a job has thousands of ranks
     found = []
     for rank in sorted(facts.ranks, key=lambda r: (r.replica, r.rank, r.process)):
-        at = _At(rank, nodes.get(rank.process.node, NodeState(node=rank.process.node)), facts)
+        at = _At(rank, nodes.get(rank.process.node, NodeState(node=rank.process.node)), facts, sizes)
         found.append(RankCapabilities(facts=rank, capabilities=(*_seen(at), *_named(at), *_replaced(at))))
     return tuple(found)
+
+
+class _Sizes(NamedTuple):
+    """Ranks of each replica, and of each (role, job)."""
+
+    replicas: Mapping[str, int]
+    roles: Mapping[tuple[str, str], int]
 
 
 class _At(NamedTuple):
@@ -183,16 +194,17 @@ class _At(NamedTuple):
     rank: RankFacts
     node: NodeState
     job: JobFacts
+    sizes: _Sizes
 
     @property
     def of_replica(self) -> int:
         """Ranks of its replica."""
-        return sum(r.replica == self.rank.replica for r in self.job.ranks)
+        return self.sizes.replicas[self.rank.replica]
 
     @property
     def of_role(self) -> int:
         """Ranks of its role in its job."""
-        return sum((r.role, r.job) == (self.rank.role, self.rank.job) for r in self.job.ranks)
+        return self.sizes.roles[self.rank.role, self.rank.job]
 
     @property
     def due_phases(self) -> list[str]:

@@ -157,8 +157,8 @@ def _ask(node: str, url: str, get: Get, may_read_stacks: Callable[[str], bool]) 
     return told
 
 
-def _state(told: _Told, page: str) -> NodeState:
-    """`page`: of `/metrics`."""
+def node_state(node: str, url: str, page: str) -> NodeState:
+    """The collectors and engines of a node, by the page `/metrics` of its agent."""
     probes, engines = dict[str, bool](), set[tuple[str, int]]()
     for kind, text, value in _STATE.findall(page):
         labels, up = dict(_LABEL.findall(text)), float(value) > 0
@@ -166,6 +166,12 @@ def _state(told: _Told, page: str) -> NodeState:
             probes[labels.get("probe", "")] = up
         elif up and labels.get("rank", "").isdecimal():
             engines.add((labels.get("replica", ""), int(labels["rank"])))
+    return NodeState(node=node, url=url, probes=probes, engines=frozenset(engines))
+
+
+def _state(told: _Told, page: str) -> NodeState:
+    """`page`: of `/metrics`."""
+    state = node_state(told.state.node, told.state.url, page)
     reasons = {
         e.detail.get("probe", ""): plain(e.detail.get("reason", ""), REASON_CHARACTERS)
         for e in told.events
@@ -173,11 +179,9 @@ def _state(told: _Told, page: str) -> NodeState:
     }
     gpus: dict[int, GpuSample] = {g.gpu: g for b in told.batches for g in b.gpus}
     return replace(
-        told.state,
-        probes=probes,
-        reasons={probe: reason for probe, reason in reasons.items() if not probes.get(probe, False)},
+        state,
+        reasons={probe: reason for probe, reason in reasons.items() if not state.probes.get(probe, False)},
         gpus=tuple(gpus[n] for n in sorted(gpus)),
-        engines=frozenset(engines),
     )
 
 
@@ -213,7 +217,7 @@ def assemble(
         of_it = registered.get(process, [])
         jobs = {name for event in of_it for name in job_names(event)}
         if job in (ALL_JOBS, *jobs):
-            ranks.append(_rank(process, tuple(seen), of_it))
+            ranks.append(rank_facts(process, tuple(seen), of_it))
         elif jobs:
             others.add(next(name for event in reversed(of_it) for name in job_names(event)))
         else:
@@ -221,7 +225,8 @@ def assemble(
     return JobFacts(ranks=tuple(ranks), other_jobs=tuple(sorted(others)), unknown_job=unknown)
 
 
-def _rank(process: ProcessId, samples: tuple[ProcessSample, ...], registered: Sequence[AgentEvent]) -> RankFacts:
+def rank_facts(process: ProcessId, samples: tuple[ProcessSample, ...], registered: Sequence[AgentEvent]) -> RankFacts:
+    """`samples`: at least one. `registered`: its registrations. Both oldest first."""
     newest, detail = samples[-1], dict[str, str]()
     for event in registered:  # a process that a rule found, and that registers itself later, tells more
         detail |= event.detail

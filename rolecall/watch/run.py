@@ -45,6 +45,7 @@ from rolecall.recovery.actuators.base import Actuator, NoopActuator
 from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
+from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
@@ -57,9 +58,11 @@ from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.node_health import NvSentinelHealth
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
+from rolecall.watch.job_facts import getter
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.observed_fleet import EveryProcess, ObservedFleet
 from rolecall.watch.server import WatchServer
+from rolecall.watch.visibility import RecordedCapabilities
 
 logger = logging.getLogger(__name__)
 
@@ -293,7 +296,17 @@ def watch_run(
         elif not ours and not only_job:
             chosen = first = FirstJobSource(chosen)
             other_jobs = lambda: first.others
-        polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(chosen), journal, clock)
+        polled: ObservationSource = source
+        if not ours:
+            polled = RecordedCapabilities(
+                RecordedRanks(UniqueReplicaSource(chosen), journal, clock),
+                journal,
+                clock,
+                urls=lambda: listed.newest,
+                get=getter(lambda url: authorization or evidence_authorization(url)),
+                may_read_stacks=lambda url: evidence_authorization(url).startswith("Bearer "),
+                watched=watched if watched.actuator is not None else None,
+            )
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
             roles = frozenset(watched.roles)
@@ -304,6 +317,7 @@ def watch_run(
                 fleet.members,
                 clock,
                 deadline_seconds=watched.deadline_seconds,
+                reaper=Reaper(watched.orphans) if watched.orphans is not None else None,
             )
         observer = JobObserver(polled, show, clock, other_jobs) if show is not None else None
         watch = MeteredWatch(

@@ -109,6 +109,9 @@ class KillableActuator:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         return self._inner.also_hit(plan)
 
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
+        return self._inner.also_ends(plan)
+
     def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult | None:
         self.performed.append(plan)
         result: ActionResult | None = self._switch.around(

@@ -273,3 +273,62 @@ def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> Non
 )
 def test_peer_evidence(d: Diagnosis, alone: bool) -> None:
     assert on_peer_evidence_alone(d) is alone
+
+
+def with_it(
+    *also: str, target: str = "rollout/1", others: tuple[Incident, ...] = (), **config: Any
+) -> tuple[str, bool]:
+    """The guards of a plan for `target` that also ends `also`."""
+    ends = tuple(PlanTarget(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in also)
+    p = replace(plan(target), also_ends=ends)
+    this = incident("inc-9-x", diagnosis(F.CRASH, (target, 1)), p)
+    settings = {"mode": "act", "replicas_at_once_max": 9, "evictions_per_hour_max": 99, "role_share_max": 1.0, **config}
+    situation = Situation(
+        fleet=fleet(), config=RecoveryConfig(**settings), incidents=(this, *others), now=NOW, paused=None
+    )
+    found = check(p, this, situation)
+    assert found.passed or any(r in found.because for r in also)
+    return found.guard, found.page_oncall
+
+
+@pytest.mark.parametrize(
+    ("also", "settings", "wanted"),
+    [
+        ((), {"evictions_per_hour_max": 1, "replicas_at_once_max": 1}, PASS),
+        (("reward/0",), {}, PASS),
+        (("reward/0",), {"evictions_per_hour_max": 1}, ("evictions", CALLS)),
+        (("reward/0",), {"evictions_per_hour_max": 2}, PASS),
+        (("reward/0",), {"replicas_at_once_max": 1}, ("at_once", CALLS)),
+        (("reward/0",), {"replicas_at_once_max": 2}, PASS),
+        (("rollout/0",), {"role_share_max": 0.5}, ("role_share", CALLS)),
+        (("reward/0",), {"role_share_max": 0.5}, PASS),
+        (("rollout/0",), {"rollouts_min": 1}, PASS),
+        (("rollout/0",), {"rollouts_min": 2}, ("minimum", CALLS)),
+        (("rollout/0", "rollout/2"), {}, ("minimum", CALLS)),
+        (("reward/0",), {"rollouts_min": 3}, PASS),
+    ],
+)
+def test_what_ends_with_a_replica_counts_against_every_limit(
+    also: tuple[str, ...], settings: dict[str, Any], wanted: tuple[str, bool]
+) -> None:
+    assert with_it(*also, **settings) == wanted
+
+
+def test_what_ended_with_another_replica_was_evicted_but_not_replaced_for_a_fault() -> None:
+    before = past("reward/0", 10)
+    ended = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("n"))
+    attempt = before.attempts[0]
+    before = replace(before, attempts=(replace(attempt, plan=replace(attempt.plan, also_ends=(ended,))),))
+    assert guarded("rollout/1", others=(before,), evictions_per_hour_max=2) == ("evictions", CALLS)
+    assert guarded("rollout/1", others=(before,), evictions_per_hour_max=3, retries_per_replica_max=1) == PASS
+    assert guarded("rollout/1", others=(replace(before, state=S.ACTING),), replicas_at_once_max=2) == PASS
+    assert guarded("rollout/0", others=(replace(before, state=S.ACTING),), replicas_at_once_max=2) == ("at_once", WAITS)
+
+
+def test_on_peer_comparison_alone_a_peer_must_remain_that_does_not_end_with_the_suspect() -> None:
+    ends = tuple(PlanTarget(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in ("reward/0",))
+    p = replace(plan("reward/1"), also_ends=ends)
+    this = incident("inc-9-x", slow("reward/1"), p)
+    config = RecoveryConfig(mode="act", replicas_at_once_max=9, evictions_per_hour_max=99, role_share_max=1.0)
+    found = check(p, this, Situation(fleet=fleet(), config=config, incidents=(this,), now=NOW))
+    assert found.guard == "last_living"

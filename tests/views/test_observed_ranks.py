@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.journal import Journal
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
+from rolecall.views import observed_course
 from rolecall.views.observed_ranks import FLAG, WRITE_SECONDS, ObservedRank, RecordedRanks, from_json
 
 
@@ -21,6 +23,8 @@ class Source:
         self.progress = 0
         self.replica = "trainer/0"
         self.events: tuple[AgentEvent, ...] = ()
+        self.at = 50.0
+        self.page: dict[str, Any] = {}
 
     def registers(self, replica: str, **detail: str) -> None:
         self.replica = replica
@@ -32,10 +36,10 @@ class Source:
         )  # fmt: skip
 
     def poll(self, timeout_seconds: float) -> Observation:
+        page: dict[str, Any] = {"step": 3, "progress": self.progress, "progress_at": 48.0} | self.page
         sample = ProcessSample(
             process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica=self.replica, rank=1,
-            incarnation=0, at=50.0, wall_at=1000.0, alive=True, page_ok=True, step=3, phase="compute",
-            progress=self.progress, progress_at=48.0,
+            incarnation=0, at=self.at, wall_at=1000.0, alive=True, page_ok=True, phase="compute", **page,
         )  # fmt: skip
         batch = SampleBatch(
             node=NodeId("vm"), agent_pid=1, cursor=1, lost=0, at=50.0, wall_at=1000.0, processes=(sample,), hosts=()
@@ -48,7 +52,7 @@ def test_the_newest_sample_of_each_rank_is_kept_every_few_seconds(tmp_path: Path
     journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
     recorded = RecordedRanks(source, journal, clock)
     assert recorded.poll(0.0).batches, "observations are passed on"
-    first = ObservedRank("trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None)
+    first = ObservedRank("trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None, reports_by="reporter")
     assert from_json(journal.flag(FLAG)) == (first,)
     source.progress = 5
     recorded.poll(0.0)
@@ -82,3 +86,43 @@ def test_a_rank_has_its_job_and_only_its_newest_name(tmp_path: Path) -> None:
     (found,) = from_json(journal.flag(FLAG))
     assert (found.replica, found.job, found.launcher_pid) == ("trainer/9", "4711", 6)
     assert from_json(json.dumps([["trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None]])), "of an older watch"
+
+
+def test_how_a_rank_reports_its_pace_and_the_course_are_kept(tmp_path: Path) -> None:
+    clock = FakeClock()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    source = Source()
+    source.registers("trainer/0", source="hooks", job="4711")
+    recorded = RecordedRanks(source, journal, clock)
+    for step in range(1, 11):
+        source.at, source.page = 50.0 + 2.0 * step, {
+            "step": step, "progress": step, "progress_at": 50.0 + 2.0 * step, "work_units": step,
+            "busy_seconds": 1.5 * step, "reward": 0.1 * step, "proc_state": "T",
+        }  # fmt: skip
+        recorded.poll(0.0)
+        clock.advance(WRITE_SECONDS)
+    recorded.poll(0.0)
+    (rank,) = from_json(journal.flag(FLAG))
+    assert (rank.reports_by, rank.is_stopped, rank.step_seconds, rank.own_seconds) == ("hooks", True, 2.0, 1.5)
+    assert rank.reward == 1.0 and rank.phases == (("compute", 1.0),)
+    course = observed_course.from_json(journal.flag(observed_course.FLAG))
+    assert [p.step for p in course] == list(range(1, 11)) and course[-1].values == {"reward": 1.0}
+    after = RecordedRanks(source, journal, clock)  # the next watch goes on
+    source.page |= {"step": 11, "reward": 2.0}
+    after.poll(0.0)
+    course = observed_course.from_json(journal.flag(observed_course.FLAG))
+    assert [p.step for p in course] == list(range(1, 12))
+
+
+def test_a_process_that_registers_itself_is_no_longer_found_by_a_rule(tmp_path: Path) -> None:
+    clock, source = FakeClock(), Source()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    recorded = RecordedRanks(source, journal, clock)
+    told = []
+    for detail in ({"found_by": "torchrun", "job": "h:1"}, {"source": "integration"}):
+        source.registers("trainer/0", **detail)
+        recorded.poll(0.0)
+        clock.advance(WRITE_SECONDS)
+        (rank,) = from_json(journal.flag(FLAG))
+        told.append((rank.reports_by, rank.job))
+    assert told == [("torchrun", "h:1"), ("integration", "h:1")]

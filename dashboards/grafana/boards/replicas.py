@@ -304,8 +304,9 @@ PHASES = {
     "generate": MappedValue("generate", GREEN),
     "update": MappedValue("update", BLUE),
     "score": MappedValue("score", GREEN),
+    "step": MappedValue("step", GREEN),
 }
-"""The phases of core/telemetry.py; any other shows as none."""
+"""The phases of core/telemetry.py that last; any other shows as none."""
 KERNEL_STATES = {
     "R": MappedValue("running", GREEN),
     "S": MappedValue("sleeping", GREY),

@@ -75,7 +75,7 @@ def watched(incidents: Sequence[Link] = ()) -> Dashboard:
         "A job that rolecall watches and does not run (`rolecall watch agents`): ranks, progress, processes, "
         "nodes, NCCL, GPUs, and incidents.",
         [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
-        [_now(incidents), _ranks(), _progress(), _processes(), _nodes(), _incidents(), _nccl(), _gpus()],
+        [_now(incidents), _ranks(), _progress(), _training(), _processes(), _nodes(), _incidents(), _nccl(), _gpus()],
     )
 
 
@@ -146,6 +146,36 @@ def _progress() -> PanelRow:
             "rank.",
             PanelFormat("s", no_value=NOT_REPORTED, links=(SERIES_TO_REPLICA,)),
             PanelQuery(UNIT_SECONDS, EACH),
+        ),
+    )
+
+
+def _training() -> PanelRow:
+    """Of ranks that report phases and values: an integration, or calls of the reporter."""
+    inside = f"count_over_time(rolecall_process_phase{{{OF_ROLE}}}[$__rate_interval])"
+    return PanelRow(
+        "What a step does (ranks that report it)",
+        lines(
+            "Time by phase",
+            "Share of the time that the ranks of a role spend in each phase. TRL: generate, score, and step for the "
+            "rest. In wait and idle no progress is due.",
+            PanelFormat("percentunit", most=1.0, no_value=NOT_REPORTED),
+            PanelQuery(
+                f"sum by (role, phase) ({inside}) / on (role) group_left () sum by (role) ({inside})",
+                "{{role}} {{phase}}",
+            ),
+        ),
+        lines(
+            "Reward",
+            "Of the newest step, as an integration or the job reports it; the mean of the ranks that do.",
+            PanelFormat(least=None, no_value=NOT_REPORTED),
+            PanelQuery(f"avg by (role) ({alive(f'rolecall_train_reward{{{OF_ROLE}}}')})", "{{role}}"),
+        ),
+        lines(
+            "Loss",
+            "Of the newest step, as an integration or the job reports it; the mean of the ranks that do.",
+            PanelFormat(least=None, no_value=NOT_REPORTED),
+            PanelQuery(f"avg by (role) ({alive(f'rolecall_train_loss{{{OF_ROLE}}}')})", "{{role}}"),
         ),
     )
 

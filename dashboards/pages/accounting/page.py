@@ -33,13 +33,14 @@ from rolecall.dashboards.pages.operations.commands import (
 )
 from rolecall.dashboards.pages.shell import chosen_run, data_table, draw_chart, page
 from rolecall.dashboards.pages.sign_in import Viewer, follow
-from rolecall.dashboards.pages.style import Cell, Link
+from rolecall.dashboards.pages.status import status_of
+from rolecall.dashboards.pages.style import Cell, Link, Segment, stacked
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
-from rolecall.views.phases import PHASES_LEAD
+from rolecall.views.phases import PHASES, PHASES_LEAD
 
 AUDIT_NOW = "accounting.audit"
 ETTR_HELP = "Effective training time ratio: share of the time in which rollouts and trainers did useful work."
@@ -54,12 +55,14 @@ VALUES_MAX = 24
 """Bars that have their value written into them; of more the names would overlap."""
 BAR_INK = "#0b1016"
 ETTR_PIXELS = 180
+RECOVERIES_SHOWN = 50
+PHASE_COLOURS = dict(zip(PHASES, ("#d9822b", "#b8931c", "#3b7dd8", "#1f9e89", "#8e5bd1"), strict=True))
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
 
 def show() -> None:
-    page("Accounting", _draw, slow=_draw_statistics)
+    page("Accounting", _draw, slow=_draw_statistics, last=_draw_reviews)
 
 
 @st.cache_resource(show_spinner=False)
@@ -71,15 +74,20 @@ def worker(settings: Settings) -> AccountingWorker:
     return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
-def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
-    viewer, now = follow(reader), reader.now()
+def _draw(reader: Reader, _snapshot: JournalSnapshot) -> None:
+    follow(reader)
+    now = reader.now()
     show_result()
     accounts = worker(reader.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if accounts.error:
         st.warning("The accounts could not be computed.", icon=":material/report:")
         st.text(plain(accounts.error))
     _audit(accounts, now)
-    _reviews(reader, viewer, tuple(snapshot.projection.incidents.values()))
+
+
+def _draw_reviews(reader: Reader, snapshot: JournalSnapshot) -> None:
+    incidents = tuple(snapshot.projection.incidents.values())
+    _reviews(reader, follow(reader), incidents, snapshot)
 
 
 def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
@@ -93,11 +101,12 @@ def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
 
 
 def _audit(accounts: AccountingSnapshot, now: float) -> None:
-    st.subheader("Prompt groups")
     audit = accounts.audit
     if audit is None:
+        st.subheader("Audit")
         st.text("The audit is running.")
         return
+    st.subheader("Prompt groups" if accounts.has_ledger else "Audit")
     if audit.ok and accounts.has_ledger:
         st.success("Audit passed.", icon=":material/check_circle:")
     elif audit.ok:
@@ -125,8 +134,8 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
             ):
                 st.metric(label, f"{value:,}", border=True)
         for reason, num in sorted(groups.dropped_by_reason.items()):
-            st.text(plain(f"{num:,} dropped: {reason}"))
-    for note in audit.notes:
+            st.text(plain(f"{num:,} dropped: {in_words(reason)}"))
+    for note in audit.notes if accounts.has_ledger else ():
         st.text(plain(note))
     head = audit.journal.position
     when = f" {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
@@ -158,8 +167,8 @@ def _effective(statistics: IncidentStatistics) -> None:
     times = statistics.times
     if times is None or not times.num_replicas:
         st.text(
-            "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the "
-            "time of jobs that it only observes."
+            "Not available: the journal has no epoch with a trainer and a rollout. Of a job that rolecall only "
+            "observes, it does not know which part of its time is useful."
         )
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")
@@ -265,9 +274,10 @@ def _ettr_chart(slices: Sequence[Slice], width: str) -> Any:
         y2=alt.datum(0),
         tooltip=["from (UTC):N", alt.Tooltip("ETTR:Q", format=".1%"), "steps:Q", "incidents:Q", "lost seconds:Q"],
     )
-    values = drawn.mark_text(baseline="bottom", color=BAR_INK).encode(
+    # At 0 of the axis, not at a pixel: the chart is fitted into its height, and a text outside would squeeze the bars.
+    values = drawn.mark_text(baseline="bottom", dy=-3, color=BAR_INK).encode(
         x=alt.X("middle:Q", title="time (UTC)", scale=scale, axis=axis),
-        y=alt.value(ETTR_PIXELS - 4),
+        y=alt.datum(0),
         text="value:N",
     )
     title = alt.TitleParams(f"ETTR by {width}", anchor="start", fontSize=13, fontWeight=600)
@@ -322,7 +332,7 @@ def _speed(statistics: IncidentStatistics) -> None:
         st.text(plain(statistics.note))
     if statistics.num_injected:
         st.text(
-            f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; "
+            f"{counted(statistics.num_injected, 'fault was', 'faults were')} injected, {statistics.num_missed} missed; "
             f"incidents that match none of them: {statistics.num_false_alarms}."
         )
     if not statistics.detection:
@@ -343,10 +353,17 @@ def _speed(statistics: IncidentStatistics) -> None:
             "the estimated onset. The page Incidents always counts from the onset. "
             "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
         )
-    st.subheader("Time to recover")
-    if not statistics.recovery:
+    if statistics.recovery:
+        _recovery(statistics)
+    elif statistics.episodes:
+        _episodes(statistics)
+    else:
+        st.subheader("Time to recover")
         st.text("No action has started yet.")
-        return
+
+
+def _recovery(statistics: IncidentStatistics) -> None:
+    st.subheader("Time to recover")
     data_table(
         {
             "class": [in_words(c.fault_class) for c in statistics.recovery],
@@ -360,7 +377,8 @@ def _speed(statistics: IncidentStatistics) -> None:
         "Of resolved incidents, from the finding until the replacement serves; resolved: it was then seen to make "
         "progress."
     )
-    st.subheader("Where the time went")
+    st.subheader("Where the time of the recoveries went")
+    st.html(stacked([_segment(p.phase, p.total_seconds, p.share, PHASE_COLOURS[p.phase]) for p in statistics.phases]))
     phases: list[list[Cell]] = [
         [p.phase, str(p.num), seconds(p.median_seconds), seconds(p.worst_seconds), seconds(p.total_seconds),
          percent(p.share)]
@@ -368,6 +386,49 @@ def _speed(statistics: IncidentStatistics) -> None:
     ]  # fmt: skip
     st.html(small_table(["phase", "recoveries", "median", "worst", "sum", "share"], phases))
     st.caption(PHASES_LEAD)
+    newest = statistics.recoveries[::-1][:RECOVERIES_SHOWN]
+    with st.expander("Each recovery" if len(newest) == len(statistics.recoveries) else f"The newest {len(newest)}"):
+        run = chosen_run()
+        rows: list[list[Cell]] = [
+            [Link(r.incident_id, href(r.incident_id, run)), *(seconds(r.seconds[phase]) for phase in PHASES),
+             seconds(r.whole)]
+            for r in newest
+        ]  # fmt: skip
+        st.html(small_table(["incident", *PHASES, "fault to commit"], rows, stack=True))
+
+
+def _segment(name: str, spent: float, share: float, colour: str) -> Segment:
+    return Segment(share=share, name=name, text=f"{seconds(spent)}, {percent(share)}", colour=colour)
+
+
+def _episodes(statistics: IncidentStatistics) -> None:
+    """Of a job on which rolecall does not act."""
+    st.subheader("Where the time of the faults went")
+    run = chosen_run()
+    detect = sum(e.detect_seconds for e in statistics.episodes)
+    over = sum(e.until_over_seconds for e in statistics.episodes)
+    total = detect + over
+    if total > 0:
+        parts = (
+            ("detect", detect, PHASE_COLOURS["detect"]),
+            ("until it was over", over, PHASE_COLOURS["restart"]),
+        )
+        st.html(stacked([_segment(name, spent, spent / total, colour) for name, spent, colour in parts]))
+    rows: list[list[Cell]] = [
+        [
+            Link(e.incident_id, href(e.incident_id, run)),
+            in_words(e.fault_class),
+            seconds(e.detect_seconds),
+            seconds(e.until_over_seconds),
+            in_words(e.outcome) or "still open",
+        ]
+        for e in statistics.episodes[::-1][:RECOVERIES_SHOWN]
+    ]
+    st.html(small_table(["incident", "class", "detect", "until it was over", "outcome"], rows, stack=True))
+    st.caption(
+        "rolecall took no action here. Detect: onset, as diagnosed, to finding. Until it was over: finding until the "
+        "same process worked again or had ended; of an open incident until now."
+    )
 
 
 def _within(share: float | None) -> str:
@@ -376,7 +437,7 @@ def _within(share: float | None) -> str:
     return f"{'✓' if share == 1 else '✗'} {percent(share)}"
 
 
-def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
+def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident], snapshot: JournalSnapshot) -> None:
     st.subheader("Diagnosis precision")
     found = precision_summary(incidents)
     st.text(found.of_all.sentence)
@@ -395,7 +456,7 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
         "review": [_review(i) for i in listed],
         "incident": [href(i.incident_id, chosen_run()) for i in listed],
         "class": [in_words(i.diagnosis.fault_class) for i in listed],
-        "status": [in_words(i.outcome or i.state) for i in listed],
+        "status": [in_words(status_of(i, snapshot.mode, snapshot.at)) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
         "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],

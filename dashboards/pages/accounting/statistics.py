@@ -227,6 +227,38 @@ def _recovered(name: str, summaries: Sequence[IncidentSummary]) -> RecoveryTimes
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """A fault on which rolecall did not act. `until_over_seconds`: from the finding to the close, or until now."""
+
+    incident_id: str
+    fault_class: str
+    detect_seconds: float
+    until_over_seconds: float
+    outcome: str  # empty: still open
+
+
+def episodes(summaries: Iterable[IncidentSummary], now: float) -> tuple[Episode, ...]:
+    """Of incidents without an action, but for requests of operators; in the order of their openings. `now`: wall
+    seconds."""
+    found = []
+    for summary in sorted(summaries, key=lambda s: s.incident.opened_at):
+        incident = summary.incident
+        if incident.action_started_at is not None or incident.requested_by_operator:
+            continue
+        over_at = now if incident.closed_at is None else incident.closed_at
+        found.append(
+            Episode(
+                incident_id=incident.incident_id,
+                fault_class=str(incident.first_diagnosis.fault_class),
+                detect_seconds=max(0.0, summary.detected_at - summary.began_at),
+                until_over_seconds=max(0.0, over_at - summary.detected_at),
+                outcome=str(incident.outcome or ""),
+            )
+        )
+    return tuple(found)
+
+
 Z_95 = 1.959964
 FEW = 10
 """Fewer reviews than this say little: seven right of seven are compatible with any precision above 65 %."""

@@ -33,9 +33,11 @@ from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.accounting.statistics import (
     DetectionTimes,
+    Episode,
     EttrBreakdown,
     RecoveryTimes,
     detection,
+    episodes,
     recovery,
     times,
 )
@@ -49,7 +51,7 @@ from rolecall.views.incidents import summarize_incidents
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import incarnation_records
 from rolecall.views.mfu import MfuMeter, RoleMfu, mfu_courses, role_mfu
-from rolecall.views.phases import PhaseTime, phase_times, phases_of_run
+from rolecall.views.phases import PhaseTime, RecoveryPhases, phase_times, phases_of_run
 
 _K = EventKind
 KINDS = (*RETAINED, *INCIDENT_KINDS, _K.RUN_STARTED, _K.RUN_ENDED)
@@ -75,6 +77,8 @@ class IncidentStatistics:
     detection: tuple[DetectionTimes, ...]
     recovery: tuple[RecoveryTimes, ...]
     phases: tuple[PhaseTime, ...]
+    recoveries: tuple[RecoveryPhases, ...]  # oldest first
+    episodes: tuple[Episode, ...]  # of incidents without an action, oldest first
     num_missed: int
     num_false_alarms: int
     num_injected: int
@@ -213,11 +217,14 @@ class AccountingWorker:
                 num_rollouts=sum(r.startswith("rollout/") for r in replicas),
                 num_trainers=sum(r.startswith("trainer/") for r in replicas),
             )
+        recoveries = phases_of_run(joined.summaries, events)
         return IncidentStatistics(
             times=counted,
             detection=detection(joined.summaries),
             recovery=recovery(joined.summaries),
-            phases=phase_times([p.seconds for p in phases_of_run(joined.summaries, events)]),
+            phases=phase_times([p.seconds for p in recoveries]),
+            recoveries=recoveries,
+            episodes=episodes(joined.summaries, now),
             num_missed=len(joined.missed),
             num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
             num_injected=len(replica_faults),

@@ -14,7 +14,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import counted, plain, seconds, utc
+from rolecall.core.text import counted, in_words, plain, seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader, has_incident
 from rolecall.dashboards.data.run_state import step_of
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
@@ -27,7 +27,7 @@ from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, Timel
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
 from rolecall.dashboards.pages.links import INCIDENT, href
 from rolecall.dashboards.pages.shell import RUN, chosen_run, draw_chart, other_runs, page, run_links
-from rolecall.dashboards.pages.status import NOT_YET_KNOWN
+from rolecall.dashboards.pages.status import NOT_YET_KNOWN, status_of
 from rolecall.dashboards.pages.style import banner, card
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
@@ -91,7 +91,7 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     earlier = similar_before(whole.material.incident, tuple(snapshot.projection.incidents.values()))
     step = None if whole.material.incident is None else step_of(whole.material.incident, snapshot)
     found = brief(whole, step, earlier)
-    _first_screen(reader, whole, found, earlier)
+    _first_screen(reader, whole, found, earlier, snapshot)
     _neighbours(reader, snapshot, incident_id)
     timeline, evidence, decision, cost, what_if, events = st.tabs(TABS)
     with timeline, st.container(key="incident-timeline"):
@@ -153,7 +153,13 @@ def _neighbours(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> 
             listing.open_page(names[at + 1])
 
 
-def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief, earlier: Sequence[Incident]) -> None:
+def _first_screen(
+    reader: Reader,
+    whole: IncidentPageModel,
+    found: IncidentBrief,
+    earlier: Sequence[Incident],
+    snapshot: JournalSnapshot,
+) -> None:
     with st.container(border=True, key=f"card-{found.kind}-brief", gap="small"):
         st.html(card(found.kind, found.glyph, found.title, found.tags, found.soft, found.because, found.rows))
         with st.container(horizontal=True):
@@ -163,16 +169,16 @@ def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief
                 st.link_button(label, url, icon=":material/open_in_new:")
             if earlier:
                 with st.popover(f"Earlier on this node ({len(earlier)})", icon=":material/history:"):
-                    _earlier(whole.material.incident, earlier)
+                    _earlier(whole.material.incident, earlier, snapshot)
 
 
-def _earlier(incident: Incident | None, earlier: Sequence[Incident]) -> None:
+def _earlier(incident: Incident | None, earlier: Sequence[Incident], snapshot: JournalSnapshot) -> None:
     rows = [
         {
             "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
             "fault": str(i.diagnosis.fault_class).replace("_", " "),
-            "outcome": str(i.outcome or i.state).replace("_", " "),
+            "status": in_words(status_of(i, snapshot.mode, snapshot.at)),
             "diagnosis": plain(i.diagnosis.because, 300),
         }
         for i in earlier

@@ -22,17 +22,20 @@ from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.page import worker
-from rolecall.dashboards.pages.overview import view
+from rolecall.dashboards.pages.overview import view, watched_job
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import chosen_run, draw_chart, page
 from rolecall.dashboards.pages.style import (
     STATES,
+    Cell,
+    Mark,
     band_legend,
     banner,
     card,
     cell,
     class_of,
     figures,
+    stacked,
     state_line,
     table,
 )
@@ -119,16 +122,18 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     shown = view.headline_figures(snapshot)
     if shown:
         st.html(figures(shown))
+    _draw_ranks(snapshot)
     found, events = view.roles(snapshot), view.recent_events(snapshot)
     left, right = st.columns([3, 2], gap="medium") if found and events else (st.container(), st.container())
     with left:
         _draw_replicas(found)
-        _draw_ranks(view.rank_rows(snapshot))
+        _draw_phases(snapshot)
     with right:
         if events:
             st.subheader("Last events")
             when = "time (UTC)" if snapshot.run.ended else "ago"
             st.html(f'<div class="rc-events">{table([when, "event"], events, narrow=1)}</div>')
+    _draw_capabilities(snapshot)
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
@@ -197,31 +202,74 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
         )
 
 
-def _draw_ranks(rows: list[list[str]]) -> None:
-    if not rows:
+def _draw_ranks(snapshot: JournalSnapshot) -> None:
+    """Of a job that rolecall only watches."""
+    if not snapshot.observed:
         return
     st.subheader("Ranks")
-    st.html(table(["replica", "rank", "pid", "node", "phase", "step", "last progress"], rows[:RANKS_MAX]))
-    if len(rows) > RANKS_MAX:
-        st.caption(f"and {len(rows) - RANKS_MAX:,} more: `rolecall status --json`")
+    head, rows = watched_job.rank_table(snapshot)
+    st.html(table(head, rows[:RANKS_MAX]))
+    more = f" And {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""
+    if "own time" in head:
+        st.caption(
+            "The worst first. Step time: mean of the last minute. Own time: the part of a unit of work in which the "
+            f"rank does not wait for others, so a slow rank stands out there.{more}"
+        )
+    elif more:
+        st.caption(f"The worst first.{more}")
+
+
+def _draw_phases(snapshot: JournalSnapshot) -> None:
+    phases = watched_job.role_phases(snapshot)
+    if phases:
+        st.subheader("Where the time goes")
+    for role in phases:
+        step = "" if role.step_seconds is None else f", a step takes {watched_job.brief(role.step_seconds)}"
+        st.html(
+            f'<p class="rc"><b>{escape(role.role, 60)}</b> <span class="rc-soft">'
+            f"{counted(role.num_ranks, 'rank')}{step}</span></p>{stacked(role.segments)}"
+        )
+
+
+def _draw_capabilities(snapshot: JournalSnapshot) -> None:
+    found = snapshot.capabilities
+    if not found:
+        return
+    st.subheader("What rolecall can see, name and replace here")
+    rows: list[list[Cell]] = [
+        [Mark("good", about), "all ranks", "; ".join(names), "", ""]
+        for about, names in watched_job.works(found).items()
+    ]
+    rows += watched_job.missing(found)
+    st.html(table(["", "ranks", "what", "why", "what to do"], rows, narrow=2, stack=True))
+    absent = watched_job.absent(found)
+    st.caption(
+        (f"Not there: {plain(absent, 300)}. " if absent else "")
+        + "As the watch found out while the job ran; `rolecall doctor --job all` also tries stacks and dry runs."
+    )
 
 
 def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
-    curve, bands = snapshot.trends.curve, view.fault_bands(snapshot)
+    curve, bands = view.curve_of(snapshot), view.fault_bands(snapshot)
     if len(curve) > 1:
         st.subheader("Progress")
         across = curve[0].last_step, curve[-1].last_step
+        is_ours = bool(snapshot.trends.curve)
+        took = "step time as reported, slowest, s" if is_ours else "time per step, s"
+        lost = () if is_ours else (("loss", charts.rows(curve, _value_of("loss")), charts.THIRD, "~g"),)
         shown = (
             ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
-            ("step time as reported, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
+            *lost,
+            (took, charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
             ("tokens per second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
         )
-        for column, (title, points, colour, form) in zip(st.columns(COLUMNS), shown, strict=True):
-            if points:
-                lines = {title: points}
-                spec = charts.curves(lines, title, across=across, figures=form, zero=False, colour=colour)
-                with column:
-                    draw_chart(spec, charts.columns(lines, bands))
+        columns = st.columns(COLUMNS)
+        known = [one for one in shown if one[1]]
+        for n, (title, points, colour, form) in enumerate(known):
+            lines = {title: points}
+            spec = charts.curves(lines, title, across=across, figures=form, zero=False, colour=colour)
+            with columns[n % COLUMNS]:
+                draw_chart(spec, charts.columns(lines, bands))
         if bands:
             st.html(band_legend([(b.key, b.title) for b in bands], snapshot.projection.num_opened))
     _draw_evaluations(snapshot, bands)

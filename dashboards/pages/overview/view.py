@@ -23,10 +23,12 @@ from rolecall.dashboards.data.incident_titles import (
     title,
 )
 from rolecall.dashboards.data.nodes import age
+from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.data.run_state import KIND_OF, step_of, unwatched_words
 from rolecall.dashboards.pages.charts import FaultBand, thinned
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
+from rolecall.dashboards.pages.overview.watched_job import course_buckets, figures_of
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN, ONLY_OBSERVED, doing, status_of
 from rolecall.dashboards.pages.style import STATES
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident, paged_text
@@ -217,20 +219,9 @@ def _suspect_name(suspect: Suspect, snapshot: JournalSnapshot) -> str:
     return f"{suspect.name} rank {suspect.rank}" if snapshot.observed and suspect.rank is not None else suspect.name
 
 
-def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
-    """The ranks of a job that rolecall only watches: replica, rank, PID, node, phase, step, last progress."""
-    return [
-        [
-            plain(r.replica, 80),
-            str(r.rank),
-            str(r.pid),
-            plain(r.node, 80),
-            r.phase if r.alive_at(snapshot.at) else "not alive",
-            f"{r.step:,}" if r.step >= 0 else "",
-            "" if r.progress_at is None else f"{age(max(0.0, snapshot.at - r.progress_at))} ago",
-        ]
-        for r in snapshot.observed
-    ]
+def curve_of(snapshot: JournalSnapshot) -> tuple[Bucket, ...]:
+    """Of the run's committed steps; of a job that rolecall only watches, of the steps that its watch saw."""
+    return snapshot.trends.curve or course_buckets(snapshot.course)
 
 
 def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
@@ -265,7 +256,7 @@ def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
 
 def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
     """The newest faults as bands over the steps of the curve, lettered in their order."""
-    curve = snapshot.trends.curve
+    curve = curve_of(snapshot)
     if not curve:
         return ()
     times = [b.at for b in curve]
@@ -419,25 +410,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         ("time per step", seconds(run.step_seconds, ""), "between commits, mean of the last five steps"),
         ("policy version", "" if lags is None else str(lags[0]), behind),
         ("ETTR of the whole run", ettr, f"effective training time ratio; {lost}"),
-        *_observed_figures(snapshot),
-    ]
-    return [row for row in rows if row[1]]
-
-
-def _observed_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
-    ranks = snapshot.observed
-    if not ranks:
-        return []
-    alive = sum(r.alive_at(snapshot.at) for r in ranks)
-    steps = [r.step for r in ranks if r.step >= 0]
-    progress = [r.progress_at for r in ranks if r.progress_at is not None]
-    lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"
-    rows = [
-        ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
-        ("nodes", f"{len({r.node for r in ranks}):,}", ranks[0].node if len({r.node for r in ranks}) == 1 else ""),
-        ("step of the job", f"{max(steps):,}" if steps else "", lagging),
-        ("last progress", f"{age(snapshot.at - max(progress))} ago" if progress else "", "of any rank"),
-        ("last sample", f"{age(snapshot.at - max(r.seen_at for r in ranks))} ago", "of any rank"),
+        *figures_of(snapshot),
     ]
     return [row for row in rows if row[1]]
 

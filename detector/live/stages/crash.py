@@ -32,6 +32,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.ray_deaths import awaits_word
 from rolecall.detector.live.stages.skipped import ABORT_SIGNALS
 from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
@@ -244,7 +245,7 @@ class CrashStage(Stage):
             raised = last_exception(fleet, subject)
             if raised is not None and raised.event.detail.get("fingerprint", "") in tick.explained:
                 continue
-            if subject.replica in skipped or _aborted_just_now(subject, now):
+            if subject.replica in skipped or _aborted_just_now(subject, now) or awaits_word(subject, now):
                 continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):

@@ -4,6 +4,7 @@ Collected evidence is a snapshot of the past, so it is valid only while the `can
 settles stands, and only if it names some, but not all, of its suspects. Fusion then drops the tie.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Finding
@@ -13,6 +14,11 @@ from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stages.stall import kind_of
 
+Who = tuple[str, int | None, int | None]
+WEIGHT_SYNC = "weight_sync"
+"""Detector of stacks of a weight transfer (`detector.artifacts.stacks.weight_sync`)."""
+LOOKS_KEPT = 2
+UNNAMED_SECONDS = 30.0
 CONFIDENCE_MIN = 0.7
 """A single stack snapshot that shows a process working (0.6) or elsewhere (0.5) may have caught a slow process."""
 
@@ -22,6 +28,8 @@ class PulledEvidenceStage(Stage):
 
     def __init__(self) -> None:
         self.state: list[Finding] = []
+        self.looks: list[Finding] = []
+        """The newest findings about a weight transfer that stands; a restarted watch looks again."""
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         """The retained and new findings that settle a currently standing tie."""
@@ -31,14 +39,30 @@ class PulledEvidenceStage(Stage):
             if f.fault_class is FaultClass.CANNOT_TELL and f.detector != NOT_FINITE and (suspects := _who(f))
         ]
         new = [_with_kind(f, tick.fleet) for f in tick.observation.pulled_findings]
-        found = [f for f in (*self.state, *new) if f.confidence >= CONFIDENCE_MIN]
+        of_shards = self._of_shards(tick, new, ties)
+        found = [f for f in (*self.state, *new) if f.confidence >= CONFIDENCE_MIN and f.detector != WEIGHT_SYNC]
         self.state = []
         for finding in sorted(found, key=lambda f: -f.confidence):
             named = _who(finding)
             same = any(named & _who(k) for k in self.state)
             if finding.fault_class.spec.settles_ties and named and not same and any(named < tie for tie in ties):
                 self.state.append(finding)
-        return self.state
+        return [*self.state, *of_shards]
+
+    def _of_shards(self, tick: Tick, new: Sequence[Finding], ties: Sequence[frozenset[Who]]) -> list[Finding]:
+        """What two looks in a row say about a weight transfer, the same about the same processes: one look may have
+        met a shard that was about to enter it. That no shard can be named is told once it has hung for a while."""
+        looks = [*self.looks, *(f for f in new if f.detector == WEIGHT_SYNC)]
+        self.looks = [f for f in looks if _who(f) and any(_who(f) <= tie for tie in ties)][-LOOKS_KEPT:]
+        if len(self.looks) < LOOKS_KEPT:
+            return []
+        before, last = self.looks
+        if (before.fault_class, _who(before)) != (last.fault_class, _who(last)):
+            return []
+        stands = last.detected_at - before.onset
+        if last.fault_class is FaultClass.CANNOT_TELL and stands < UNNAMED_SECONDS:
+            return []
+        return [replace(before, detected_at=tick.now)]
 
 
 def _with_kind(found: Finding, fleet: MonitoredProcesses) -> Finding:
@@ -53,5 +77,5 @@ def _with_kind(found: Finding, fleet: MonitoredProcesses) -> Finding:
     return replace(found, because=f"{found.because}; {kind_of(subject, subject.stall, False)}")
 
 
-def _who(f: Finding) -> frozenset[tuple[str, int | None, int | None]]:
+def _who(f: Finding) -> frozenset[Who]:
     return frozenset((s.replica, s.rank, s.incarnation) for s in f.suspects if s.replica)

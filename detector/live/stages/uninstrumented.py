@@ -25,7 +25,9 @@ from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names
 from rolecall.detector.live.stages.crash import exit_values, log_file
+from rolecall.detector.live.stages.ray_deaths import awaits_word, reason_of
 from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.formats.ray_logs import RayReason
 
 GATHER_SECONDS = 2.0
 """How long an exit is held for further exits of its job: a launcher that ends a job stops all its processes."""
@@ -51,6 +53,8 @@ STARVED_APART = 0.25
 """A starved rank is named if its share of time without CPU exceeds the role's median by this: where all ranks wait for
 CPUs as long, the machine is full and no rank is at fault."""
 SIGABRT = "6"
+LOSSES = frozenset({RayReason.NODE_LOST, RayReason.OUT_OF_MEMORY, RayReason.CREATION_FAILED})
+"""A job all of whose actors end like this was not stopped on purpose."""
 SERVICES = frozenset({"rollout", "reward", "reference", "critic"})
 """Roles that work until their job ends."""
 ENDED_SECONDS = 60.0
@@ -87,7 +91,7 @@ class UninstrumentedStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         found, processes = _exits(tick.fleet, tick.now), tick.fleet.unpaged()
-        found += _ended(tick.fleet, tick.now)
+        found += _ended(tick.fleet, tick.now, crashed=bool(found))
         # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another.
         losing = {s.replica for s in processes if s.gone and not s.finished}
         usual: dict[str, float] = {}  # share of time without CPU, by role
@@ -110,8 +114,11 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     gone = sorted(map(_exit, exits), key=lambda exited: (exited.at, exited.subject.key))
     if not gone:
         return []
-    living = not all(s.gone for s in everybody)
-    if not living and len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1:
+    living = not all(s.gone for s in fleet.current())
+    if any(awaits_word(exited.subject, now) for exited in gone) and not living:
+        return []
+    is_alike = len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1
+    if not living and is_alike and not any(reason_of(exited.subject) in LOSSES for exited in gone):
         for exited in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
             if not exited.subject.finished:
                 fleet.changes(exited.subject)
@@ -131,17 +138,23 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
         chains.append([exited])
         if exited.subject.followed:  # consequence of a process that has been restarted since
             continue
-        if now - exited.subject.exit_wall >= (GATHER_SECONDS if exited.known else UNKNOWN_GATHER_SECONDS):
+        is_due = now - exited.subject.exit_wall >= (GATHER_SECONDS if exited.known else UNKNOWN_GATHER_SECONDS)
+        if is_due and not awaits_word(exited.subject, now):
             found.append(_crash(exited, gone, living, now))
     return found
 
 
-def _ended(fleet: MonitoredProcesses, now: float) -> list[Finding]:
-    """Services that ended as if their job were over."""
+def _ended(fleet: MonitoredProcesses, now: float, *, crashed: bool) -> list[Finding]:
+    """Services that ended as if their job were over. `crashed`: another process of it has."""
     found = []
     for subject in fleet.unpaged():
-        if not (subject.gone and subject.finished and subject.role in SERVICES) or _exit(subject).code != "0":
+        if not (subject.gone and subject.finished and subject.role in SERVICES):
             continue
+        reason = reason_of(subject)
+        if _exit(subject).code != "0" and (reason is None or not reason.is_intended):
+            continue
+        if reason is RayReason.OWNER_DIED and crashed:
+            continue  # the process that created it is the fault
         if now - subject.exit_wall < ENDED_SECONDS or fleet.began_wall > subject.exit_wall:
             continue
         trainers = [
@@ -149,12 +162,15 @@ def _ended(fleet: MonitoredProcesses, now: float) -> list[Finding]:
         ]
         if not trainers:
             continue
+        how = "ended by itself with exit code 0" if reason is None else f"ended{_exit(subject).how}"
         because = (
-            f"{subject.name()} ended by itself with exit code 0, and {names(trainers)} of its job went on for "
+            f"{subject.name()} {how}, and {names(trainers)} of its job went on for "
             f"{now - subject.exit_wall:.0f} s: it is lost to them, unless it was removed on purpose"
         )
         evidence = Evidence(
-            kind=EXIT, text=f"process {subject.process} exited with code 0", values=exit_values("", oom=False)
+            kind=EXIT,
+            text=f"process {subject.process} exited{_exit(subject).how}",
+            values=exit_values(_exit(subject).signal, oom=False),
         )
         found.append(
             finding(

@@ -5,6 +5,9 @@ may take minutes. A rank may also hang there, while the others wait for it in a 
 both cases, so nothing is reported. The watch collects the stacks of these ranks (`rolecall.watch.evidence`), and a
 finding from them counts while the suspicion stands (`pulled_evidence`).
 
+Weights go to the engines between two steps, too. Their processes are part of the suspicion of a trainer, so that their
+stacks show who holds a weight transfer up (`detector.artifacts.stacks.weight_sync`).
+
 Only of jobs that rolecall did not start: those of the bundled runtime name what they wait for.
 """
 
@@ -19,6 +22,8 @@ from rolecall.detector.live.processes import finding, names
 from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Tick
 
 RANKS_MIN = 2
+TRAINER, ENGINES = "trainer", "rollout"
+"""Roles between which weights are sent, between two steps of the trainers."""
 STANDING_PHASES = frozenset({Phase.WAIT, Phase.STEP, Phase.REDUCE})
 
 
@@ -36,11 +41,14 @@ class WaitStage(Stage):
         accused = {s.replica for f in tick.findings if f.fault_class is not FaultClass.CANNOT_TELL for s in f.suspects}
         for replica in replicas.keys() - accused:
             ranks = [s for s in tick.fleet.roster.of_replica(replica).values() if not s.finished]
-            if len(ranks) >= RANKS_MIN and all(_stands(s, floor) for s in ranks):
-                self._suspect(tick, ranks)
+            if not ranks or not all(_stands(s, floor) for s in ranks):
+                continue  # without any: the job is over
+            engines = _engines(tick, accused) if ranks[0].role == TRAINER else []
+            if len(ranks) + len(engines) >= RANKS_MIN:
+                self._suspect(tick, ranks, engines)
         return []
 
-    def _suspect(self, tick: Tick, ranks: list[MonitoredProcess]) -> None:
+    def _suspect(self, tick: Tick, ranks: list[MonitoredProcess], engines: list[MonitoredProcess]) -> None:
         between = [s for s in ranks if s.phase == Phase.WAIT and s.stall.cpu < WORKING_CPUS * s.stall.effective]
         if not between:
             return
@@ -53,9 +61,11 @@ class WaitStage(Stage):
             f"{names(ranks)} have stood still for {longest:.1f} s (deadline {deadline.text}), {names(between)} between "
             "two steps, where no progress is due"
         )
+        if engines:
+            because += f"; if they wait in a weight transfer, {names(engines)} take part in it"
         found = finding(
             self.name,
-            ranks,
+            [*ranks, *engines],
             FaultClass.CANNOT_TELL,
             onset=min(s.onset_wall(s.stall.wall) for s in ranks),
             now=tick.now,
@@ -64,6 +74,17 @@ class WaitStage(Stage):
             evidence=(settles("stacks of these ranks"),),
         )
         tick.suspicions = [*tick.suspicions, found]
+
+
+def _engines(tick: Tick, accused: set[str]) -> list[MonitoredProcess]:
+    """Processes of engines, which take part in a weight transfer: those that report progress have made none."""
+    floor = tick.config.hang_floor_seconds
+    return [
+        s
+        for s in tick.fleet.roster.of_role(ENGINES).values()
+        if s.incarnation == UNCOUNTED and not s.gone and not s.finished and s.sample is not None
+        if s.replica not in accused and (not s.reports or s.stall.wall >= floor)
+    ]
 
 
 def _stands(subject: MonitoredProcess, seconds: float) -> bool:

@@ -76,6 +76,25 @@ class ProcessesActuator(Section):
         return tuple(_checked_template(text, frozenset({"node"})) for text in argv)
 
 
+class ReaperConfig(Section):
+    """Ends engine processes whose server is gone, with their descendants: as `rolecall node orphans` lists them."""
+
+    run_on_node: tuple[str, ...] = ()
+    """How a command is run on {node}, as [ssh, "{node}"]. Empty: all processes are on this machine."""
+    program: Annotated[tuple[str, ...], Field(min_length=1)] = ("rolecall",)
+    """The command line of rolecall there: `rolecall node end PID --start-ticks TICKS --orphan` is run. It ends no
+    process that is no orphan at that moment."""
+    grace_seconds: Annotated[float, Field(ge=0, le=600)] = 10.0
+    """Between SIGTERM and SIGKILL."""
+    call_seconds: Seconds = 30.0
+    """Of one end, the way to its node included."""
+
+    @field_validator("run_on_node")
+    @classmethod
+    def _templates(cls, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_checked_template(text, frozenset({"node"})) for text in argv)
+
+
 class MilesActuator(Section):
     """miles: suspends the replica's cell and resumes it, through the control server of the job."""
 

@@ -209,8 +209,8 @@ class RecoveryConfig(Section):
     """What recovery ends and starts again upon a fault. replica: the replica at fault; its role, or the job, only where
     that does not help. job: every replica of every role; the run continues from the newest checkpoint."""
     evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
-    """Replicas taken down within an hour because of a fault; at the limit rolecall stops acting and pages on-call. A
-    restart of a role or of the job counts the replicas at fault."""
+    """Replicas taken down within an hour because of a fault, those that end with the one at fault included; at the
+    limit rolecall stops acting and pages on-call. A restart of a role or of the job counts the replicas at fault."""
     replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
     """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, which blocks a whole step,
     would wait for the cold start of a rollout. A restart of a role or of the job waits
@@ -222,8 +222,8 @@ class RecoveryConfig(Section):
     """Largest share of a role under repair at once; one replica is always allowed. Not for restarts of a role or of
     the job."""
     rollouts_min: Annotated[int, Field(ge=1, le=256)] = 1
-    """Rollouts that must go on serving when one ends to lend its node to a trainer. As many as there are, or more: none
-    lends its node, and on-call is paged."""
+    """Rollouts that must go on serving when a healthy one ends: to lend its node to a trainer, or with the replica that
+    is replaced. With fewer left it does not end, and on-call is paged."""
     quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
     """Largest share of the run's nodes that rolecall quarantines by itself after moving a replica away from a fault of
     the node (gpu, network, node_lost). 0: never. Operators may quarantine more."""

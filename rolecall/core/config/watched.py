@@ -5,7 +5,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rolecall.core.config.actuators import ActuatorConfig, KubeRayActuator, KubernetesServer, VerlActuator
+from rolecall.core.config.actuators import (
+    ActuatorConfig,
+    KubeRayActuator,
+    KubernetesServer,
+    ReaperConfig,
+    VerlActuator,
+)
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
@@ -39,6 +45,9 @@ class WatchedConfig(Section):
     roles: tuple[str, ...] = ()
     """Roles whose replicas may be replaced, as [rollout]; needed with an actuator. A replica of another role, of this
     job or of another one on the same nodes, is never touched: on-call is paged."""
+    orphans: ReaperConfig | None = None
+    """What ends engine processes whose server is gone, in mode act, or once approved; needs an actuator. null: on-call
+    is told the command that ends each."""
     deadline_seconds: Seconds = 300.0
     """Of one action, all its calls together."""
     nvsentinel: NvSentinelConfig | None = None
@@ -56,6 +65,8 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
     problems = []
     if config.recovery.mode != "observe" and config.actuator is None:
         problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator")
+    if config.orphans is not None and config.actuator is None:
+        problems.append("orphans: needs an actuator")
     if config.actuator is not None and not config.roles:
         problems.append("roles: name the roles whose replicas may be replaced, for example [rollout]")
     problems += [f"roles: {role!r} is no role" for role in config.roles if not ID_PATTERN.fullmatch(role)]

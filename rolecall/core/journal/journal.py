@@ -319,7 +319,7 @@ class Journal:
 
     def set_flag(self, name: str, value: str | None) -> None:
         """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`), and
-        `observed_ranks` (see `views.observed_ranks`)."""
+        `observed_ranks`, `observed_course`, `observed_capabilities` (see `views`)."""
         with self.store.write() as conn:
             conn.execute(FLAGS.delete().where(FLAGS.c.name == name))
             if value is not None:

@@ -18,6 +18,7 @@ from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
+from rolecall.detector.artifacts.stacks import weight_sync
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import StackActivity, shown, stack_of
 from rolecall.detector.base.read_budget import Budget, read_each
@@ -54,16 +55,19 @@ class EvidenceAnalysis:
         """Only findings about processes at rest: one that writes a checkpoint also holds the others up. Of two ranks,
         stacks alone cannot tell whether the one that waits does so for the other; here nothing moves."""
         resting = [f for f in self.findings if f.suspects and self.at_rest.issuperset(f.suspects)]
-        return [f for f in resting if f.fault_class.spec.settles_ties] + [
+        of_shards = [f for f in self.findings if f.detector == weight_sync.DETECTOR]
+        if any(f.fault_class is FaultClass.HANG for f in of_shards):
+            return of_shards  # it knows more than the stacks of one role
+        return [*of_shards, *(f for f in resting if f.fault_class.spec.settles_ties)] + [
             replace(f, fault_class=FaultClass.HANG, confidence=OF_TWO_CONFIDENCE)
             for f in resting
             if f.fault_class is FaultClass.CANNOT_TELL and len(f.suspects) == 1 and f.detector == stacks.DETECTOR
         ]
 
 
-def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
+def analyse_evidence(files: Sequence[EvidenceFile], asked: Sequence[Suspect] = ()) -> EvidenceAnalysis:
     """Never raises UnreadableInput: external files may contain anything. Where a process is known to be stopped, no
-    finding says that the culprit is not known."""
+    finding says that the culprit is not known. `asked`: processes whose stacks were asked for."""
     analysis = EvidenceAnalysis()
     by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
     parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
@@ -78,6 +82,7 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
                 part(by_kind[kind], analysis)
             except UnreadableInput as e:
                 analysis.unread.append(_unread(e))
+    _weight_sync([f for f in files if f.kind is EvidenceKind.STACKS], asked, analysis)
     if analysis.knows_stopped:
         analysis.findings = [f for f in analysis.findings if f.fault_class is not FaultClass.CANNOT_TELL]
     return analysis
@@ -108,6 +113,23 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         analysis.statements.append(f"stack: {process_name(file.who)}{peer} {stack.doing}: {frames}{held}")
     for found in stacks.diagnose(dumps) if dumps else ():
         analysis.findings.append(_renamed(found, lambda s: owners.get((s.replica, s.rank))))
+
+
+def _weight_sync(files: Sequence[EvidenceFile], asked: Sequence[Suspect], analysis: EvidenceAnalysis) -> None:
+    """Stacks of several roles: the shards of a weight transfer."""
+    if len({f.who.role for f in files if f.who is not None}) < 2:
+        return
+    seen: dict[Suspect, weight_sync.Shard] = {}
+    for file in files:
+        try:
+            dump = stack_dumps.read(file.path)
+        except UnreadableInput:
+            continue  # told already
+        assert file.who is not None
+        seen[file.who] = weight_sync.Shard(file.who, stack_of(dump), dump.at)
+    unseen = [weight_sync.Shard(who, None) for who in dict.fromkeys(asked) if who not in seen]
+    found = weight_sync.diagnose([*seen.values(), *unseen])
+    analysis.findings += [found] if found is not None else []
 
 
 def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:

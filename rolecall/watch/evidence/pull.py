@@ -21,7 +21,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
@@ -269,7 +269,7 @@ class EvidencePull:
         try:
             kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
             missing += refused
-            analysis = analyse_evidence(kept)
+            analysis = analyse_evidence(kept, _asked(job))
         except OSError as e:
             kept, analysis = [], EvidenceAnalysis()
             missing.append(f"the collected evidence could not be stored: {e.strerror or e}")
@@ -285,7 +285,7 @@ class EvidencePull:
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         with tempfile.TemporaryDirectory(prefix="rolecall-stacks-") as folder:
             kept, _ = self._kept(job, Path(folder) / "stacks", answers, started_at + 2 * self._deadline_seconds)
-            analysis = analyse_evidence(kept)
+            analysis = analyse_evidence(kept, _asked(job))
         self._findings.extend(analysis.of_a_suspicion())
 
     def _kept(
@@ -411,6 +411,10 @@ class EvidencePull:
             seconds=round(seconds, 3),
         )
         self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
+
+
+def _asked(job: _Job) -> list[Suspect]:
+    return [a.who for a in job.asks if a.kind is EvidenceKind.STACKS and a.who is not None]
 
 
 def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:

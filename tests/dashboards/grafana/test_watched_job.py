@@ -37,6 +37,7 @@ for n in itertools.count():
     with reporter.step(n):
         sum(range(10_000))
         time.sleep(0.05)
+    reporter.update(loss=0.25, reward=0.5)
 """
 UNINSTRUMENTED = "while True: sum(range(10_000))"
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

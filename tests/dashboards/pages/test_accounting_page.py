@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.clock import FakeClock
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.faults import FAULTS
 from rolecall.core.journal.events import EventKind
@@ -65,6 +65,7 @@ def test_a_finished_run_is_accounted_for(finished: World) -> None:
     ]
     assert all(d.injected for d in statistics.detection)
     assert [(p.phase, p.num) for p in statistics.phases] == [(phase, 3) for phase in PHASES]
+    assert len(statistics.recoveries) == 3 and statistics.episodes == (), "each has an action"
     detect = statistics.phases[0]
     found_after = [strike.found_after for strike in ALL]
     assert (detect.worst_seconds, detect.total_seconds) == pytest.approx((max(found_after), sum(found_after)), abs=5e-3)
@@ -167,10 +168,13 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     assert not at.exception
     reported = texts(at)
     assert "Audit passed." in reported
-    assert "3 faults were injected, 0 were missed" in reported
+    assert "3 faults were injected, 0 missed" in reported
     assert "No diagnosis has been reviewed yet." in reported
     tables = "".join(h.proto.body for h in at.get("html"))
-    assert "Where the time went" in reported and all(f">{phase}<" in tables for phase in PHASES)
+    assert "Where the time of the recoveries went" in reported and all(f">{phase}<" in tables for phase in PHASES)
+    assert all(f"<b>{phase}</b>" in tables for phase in PHASES), "as a bar, too"
+    assert all(f">{name}</a>" in tables for name in ("i-1", "i-2", "i-3")) and ">fault to commit<" in tables
+    assert reported.index("Where the time of the recoveries went") < reported.index("Diagnosis precision")
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
 
 
@@ -239,8 +243,22 @@ def test_a_job_that_is_only_observed_says_what_is_not_known(made: World) -> None
     made.open("i-1")
     at = page("accounting", made)
     assert not at.exception
-    assert "has no ledger" in texts(at)
-    assert "jobs that it only observes" in texts(at)
+    reported = texts(at)
+    assert "has no ledger" in reported and "Prompt groups" not in reported and "open groups" not in reported
+    assert "which part of its time is useful" in reported
+
+
+def test_faults_on_which_nobody_acted_show_their_time(made: World) -> None:
+    now = SystemClock().wall()
+    made.open("i-1", at=now - 60.0)
+    made.say(K.INCIDENT_CLOSED, {"outcome": "self_recovered", "because": "it works again"}, "i-1")
+    made.open("i-2", replica="rollout/2", at=now - 5.0)
+    at = page("accounting", made)
+    assert not at.exception
+    assert "Where the time of the faults went" in texts(at) and "No action has started" not in texts(at)
+    tables = "".join(h.proto.body for h in at.get("html"))
+    assert "<b>detect</b>" in tables and "<b>until it was over</b>" in tables
+    assert ">self recovered<" in tables and ">still open<" in tables
 
 
 def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> None:

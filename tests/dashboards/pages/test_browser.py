@@ -326,7 +326,7 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
         assert {"ranks", "nodes", "step of the job", "last progress", "last sample"} == set(words) & FIGURES
         assert shot.page.locator(".rc-ranks i").count() == 4
         [row] = [r for r in shot.page.locator("tr").all() if "4001" in r.inner_text()]
-        assert row.inner_text().split("\t")[:6] == ["trainer/0", "1", "4001", "vm", "compute", "53"]
+        assert row.inner_text().split("\t")[:7] == ["▲ suspect", "trainer/0", "1", "vm", "4001", "compute", "53"]
         assert "–" not in shot.page.get_by_test_id("stMain").inner_text()
         shot.page.get_by_role("link", name="Open the incident").click()
         shot.page.get_by_text("Copy as Markdown").wait_for()

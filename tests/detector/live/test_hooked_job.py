@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
@@ -39,6 +39,7 @@ class Job:
         self.detector = LiveDetector(DetectorConfig(), {})
         self.now, self.standing = 0.0, list[Diagnosis]()
         self.events: list[AgentEvent] = []
+        self.pulled: tuple[Finding, ...] = ()
         self._cpu, self._beats = [0.0] * num_ranks, [0] * num_ranks
 
     def _process(self, rank: Rank) -> ProcessId:
@@ -94,7 +95,10 @@ class Job:
                 processes=living,
                 hosts=(),
             )
-            observation = Observation(wall_at=WALL + self.now, batches=(batch,), events=events)
+            observation = Observation(
+                wall_at=WALL + self.now, batches=(batch,), events=events, pulled_findings=self.pulled
+            )
+            self.pulled = ()
             self.standing = self.detector.observe(observation)
         return self.standing
 
@@ -155,6 +159,14 @@ def test_ranks_between_two_steps_are_suspected_and_not_reported(job: Job) -> Non
     assert job.run(6.0) == []
     (suspicion,) = job.detector.suspicions
     assert [s.rank for s in suspicion.suspects] == [0, 1, 2, 3] and suspicion.fault_class is FaultClass.CANNOT_TELL
+
+
+def test_a_job_that_ends_after_a_long_pause_is_not_suspected(job: Job) -> None:
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    assert job.run(6.0) == []
+    for n in range(4):
+        job.events.append(job._event(AgentEventKind.FINISHED, n, {}))
+    assert job.run(2.0) == [] and job.detector.suspicions == ()
 
 
 def test_a_rank_that_works_between_two_steps_is_not_suspected(job: Job) -> None:

@@ -292,6 +292,7 @@ def test_a_replica_whose_role_may_not_be_replaced_is_not_taken_down_with_another
 def test_what_else_a_replacement_takes_down_is_told(world: World) -> None:
     world.target.also = ("rollout/2", "rollout/1", "trainer/0")
     assert world.actuator.also_hit(plan(("rollout/1", 1))) == ("rollout/2 ends too", "trainer/0 ends too")
+    assert world.actuator.also_ends(plan(("rollout/1", 1))) == ("rollout/2", "trainer/0")
 
 
 def test_a_dry_run_reads_and_changes_nothing(world: World) -> None:

@@ -1,0 +1,34 @@
+"""Ends engine processes whose server is gone, by PID and start time, where their node proves that they are orphans."""
+
+from rolecall.core.config.actuators import ReaperConfig
+from rolecall.core.errors import ActuatorError
+from rolecall.recovery.actuators.calls import CommandCall, Procedure
+from rolecall.recovery.actuators.targets.target import Order
+
+
+class Reaper:
+    def __init__(self, config: ReaperConfig) -> None:
+        self._config = config
+
+    def end(self, order: Order) -> Procedure:
+        """`order.members`: the orphan alone. The command refuses a process that is no orphan when it is called."""
+        config, (orphan,) = self._config, order.members
+        nodes = sorted({m.node for m in (orphan, *order.others) if not m.foreign})
+        if len(nodes) > 1 and not config.run_on_node:
+            raise ActuatorError(f"the job runs on {', '.join(nodes)}: orphans.run_on_node must say how to reach a node")
+        prefix = tuple(text.format(node=orphan.node) for text in config.run_on_node)
+        reply = yield CommandCall(
+            key="orphan",
+            words=f"end the orphan with pid {orphan.pid} on {orphan.node}",
+            argv=(
+                *prefix,
+                *config.program,
+                *("node", "end", str(orphan.pid), "--start-ticks", str(orphan.start_ticks), "--orphan"),
+                *(("--grace", f"{config.grace_seconds:g}") if config.grace_seconds else ()),
+            ),
+            repeatable=True,  # only that process, and only while it is an orphan
+            deadline_seconds=config.call_seconds + config.grace_seconds,
+        )
+        if reply.status != 0:
+            raise ActuatorError(f"pid {orphan.pid} on {orphan.node}: {reply.shown}")
+        return f"ended the orphan with pid {orphan.pid} on {orphan.node}"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,11 +77,13 @@ def test_the_engine_that_holds_the_processes_is_ordered_and_waited_for() -> None
     assert ends == "rollout/1: it serves"
 
 
-def test_a_dry_run_reads_and_prints_the_order() -> None:
+def test_a_dry_run_reads_and_prints_the_order(tmp_path: Path) -> None:
     it = drive(verl().replace(ONE), lambda c: c.assumed or (c.success if c.changes else listing()))
     assert it.changing == [PUT] and it.done.startswith("rollout/1: ")
+    token = tmp_path / "token"
+    token.write_text("secret")
     with pytest.raises(ActuatorError, match="connection refused"):
-        calls_of(Verl(VerlActuator(kind="verl", url="http://127.0.0.1:9", token_path=__file__)), ONE)
+        calls_of(Verl(VerlActuator(kind="verl", url="http://127.0.0.1:9", token_path=str(token))), ONE)
 
 
 @pytest.mark.parametrize(

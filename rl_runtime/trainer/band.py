@@ -53,7 +53,7 @@ class LearnedBand:
 
     def after(self, committed: Iterable[MicrobatchNumbers]) -> Self:
         """The band with one more step's microbatches."""
-        new = tuple(n for n in committed if n.grad_norm > 0.0)
+        new = tuple(n for n in committed if n.grad_norm > 0.0 and math.isfinite(n.grad_norm) and math.isfinite(n.loss))
         band = type(self)((*self.learned, *new)[-REMEMBERED:])
         if len(self.learned) < WARM_UP:
             band = type(self)(tuple(n for n in band.learned if not band._outside(n, proven=False)))

@@ -84,7 +84,7 @@ def test_equal_losses_leave_room_for_rounding() -> None:
 
 
 def test_the_band_drops_the_oldest_and_skips_zero_gradients() -> None:
-    band = learned(REMEMBERED).after([numbers(1.0, 0.0), numbers(0.5, 2.0)])
+    band = learned(REMEMBERED).after([numbers(1.0, 0.0), numbers(0.5, 2.0), numbers(0.1, math.inf), numbers(math.nan)])
     assert len(band.learned) == REMEMBERED and band.learned[-1] == numbers(0.5, 2.0)
 
 

@@ -46,7 +46,7 @@ sys.stdin.read()
 """
 EVERY = (
     *("gpu", "gpu_events", "kernel_log", "xids", "network", "infiniband", "storage", "nccl_ras", "nccl_inspector"),
-    *("jobs", "vllm", "host", "process"),
+    *("jobs", "ray", "orphans", "vllm", "host", "process"),
 )
 
 

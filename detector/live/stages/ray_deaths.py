@@ -1,7 +1,7 @@
 """Which reason stands behind Ray's "actor died": joins what an agent read in Ray's logs to the exit of the process.
 
-The agent reports it within a second of the exit (`ray_worker_ended`); until then findings about exits of Ray's workers
-are held. What the job itself, or Ray on its behalf, has ended is no crash: `ray.kill`, the last reference dropped,
+The agent reports it within a second of the exit, later on a busy machine (`ray_worker_ended`); until then findings
+about exits of Ray's workers are held. What the job itself, or Ray on its behalf, has ended is no crash: `ray.kill`, the last reference dropped,
 `exit_actor`, `ray stop`, and the end of the process that created the actor, which is the fault to look at. Such a
 process counts as finished, and is reported only if the trainers of its job go on without it (`uninstrumented`).
 
@@ -28,7 +28,7 @@ RAY = "ray"
 """Kind of the evidence from Ray's logs."""
 RAY_WORKER = "ray"
 """Detail of an exit: the process was a child of a raylet."""
-WORD_SECONDS = 2.5
+WORD_SECONDS = 5.0
 """How long an exit waits for what Ray's logs say about it."""
 TEXT_CHARACTERS_MAX = 500
 ADVICE = {

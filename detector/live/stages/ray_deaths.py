@@ -1,9 +1,10 @@
 """Which reason stands behind Ray's "actor died": joins what an agent read in Ray's logs to the exit of the process.
 
 The agent reports it within a second of the exit, later on a busy machine (`ray_worker_ended`); until then findings
-about exits of Ray's workers are held. What the job itself, or Ray on its behalf, has ended is no crash: `ray.kill`, the last reference dropped,
-`exit_actor`, `ray stop`, and the end of the process that created the actor, which is the fault to look at. Such a
-process counts as finished, and is reported only if the trainers of its job go on without it (`uninstrumented`).
+about exits of Ray's workers are held. What the job itself, or Ray on its behalf, has ended is no crash: `ray.kill`, the
+last reference dropped, `exit_actor`, `ray stop`, and the end of the process that created the actor, which is the fault
+to look at. Such a process counts as finished, and is reported only if the trainers of its job go on without it
+(`uninstrumented`).
 
 Actors of a node whose raylet died are one fault of that node, whatever their number.
 

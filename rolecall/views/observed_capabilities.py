@@ -17,7 +17,7 @@ YES, PARTLY, NO, NONE = "yes", "partly", "no", "none"
 @dataclass(frozen=True, slots=True)
 class ObservedCapability:
     """`about`: seen, named or replaced. `can`: one of the four above. `because`: by what, or why not. `fix`: what the
-    user can do; empty: nothing. `ranks`: of whom, as `trainer/0 0-3`."""
+    user can do; empty: nothing. `ranks`: whose it is, as `trainer/0 0-3`."""
 
     about: str
     name: str

@@ -12,6 +12,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import CallEnded, CallStarted, IncidentClosed
 from rolecall.testing.watched_job import WatchedJob
 from tests.support import eventually
+from tests.watch.serving import serving
 
 K = EventKind
 CONFIG = """
@@ -26,14 +27,7 @@ REPLICAS = ("rollout/0", "rollout/1", "rollout/2")
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[WatchedJob]:
-    it = WatchedJob(tmp_path / "job", REPLICAS)
-    try:
-        it.start_agent()
-        eventually(lambda: it.agent_url, "the agent serves")
-        it.start_replicas()
-        yield it
-    finally:
-        it.close()
+    yield from serving(WatchedJob(tmp_path / "job", REPLICAS))
 
 
 def test_a_stopped_replica_is_replaced_and_nothing_else(job: WatchedJob, capsys: pytest.CaptureFixture[str]) -> None:

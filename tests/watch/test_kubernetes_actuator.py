@@ -15,6 +15,7 @@ from rolecall.core.journal.payloads import CallEnded, CallStarted, EvidenceColle
 from rolecall.testing.watched_job import WatchedJob
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, served
 from tests.support import eventually
+from tests.watch.serving import serving
 
 K = EventKind
 NODE = "node-1"
@@ -46,14 +47,7 @@ class Kubelet(FakeKubernetes):
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[WatchedJob]:
-    it = WatchedJob(tmp_path / "job", REPLICAS)
-    try:
-        it.start_agent()
-        eventually(lambda: it.agent_url, "the agent serves")
-        it.start_replicas()
-        yield it
-    finally:
-        it.close()
+    yield from serving(WatchedJob(tmp_path / "job", REPLICAS))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from rolecall.integrations.verl_replacements import Replacements
 from rolecall.testing.watched_job import WatchedJob
 from tests.integrations.verl_fake import Balancer, FakeCluster, Manager, Replica
 from tests.support import eventually
+from tests.watch.serving import serving
 
 K = EventKind
 NUM_REPLICAS = 3
@@ -92,14 +93,7 @@ class VerlJob(WatchedJob):
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[VerlJob]:
-    it = VerlJob(tmp_path / "job")
-    try:
-        it.start_agent()
-        eventually(lambda: it.agent_url, "the agent serves")
-        it.start_replicas()
-        yield it
-    finally:
-        it.close()
+    yield from serving(VerlJob(tmp_path / "job"))
 
 
 def test_a_stopped_rollout_is_replaced_by_the_job_at_its_weight_updates(

@@ -110,7 +110,7 @@ CAPABILITIES = (
 )
 
 
-def test_what_works_for_all_and_what_is_missing_for_whom() -> None:
+def test_what_works_for_all_ranks_and_what_is_missing_for_some() -> None:
     assert works(CAPABILITIES) == {"seen": ("process",), "named": ("exit",)}
     rows = missing(CAPABILITIES)
     assert [(str(r[0]), r[1], r[2]) for r in rows] == [

@@ -178,7 +178,7 @@ def verdicts_in_plain_order() -> list[tuple[float, list[str]]]:
     return [(f.detected_at, nodes([f])) for f in findings(Sequential(), shifted(noise(ticks=620), 3, 6.0))]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)  # beside the tests of its parts (test_peer_place.py, test_whitening.py)
 @given(order=st.permutations(range(8)), power=st.integers(-6, 6))
 def test_neither_order_nor_units_change_the_verdict(order: list[int], power: int) -> None:
     panel = shifted(noise(ticks=620), 3, 6.0)

@@ -213,7 +213,9 @@ def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = P
         seen = read_stat(pid, proc)
         env = environment_of(pid, proc) if seen is not None and not seen.has_ended else {}
         if seen is not None and env.get(RUN_ENV) == str(run_dir):
-            found.setdefault(pid, RunProcess(pid=pid, start_ticks=seen.start_ticks, name=seen.name, node=env.get(NODE_ENV, "")))
+            found.setdefault(
+                pid, RunProcess(pid=pid, start_ticks=seen.start_ticks, name=seen.name, node=env.get(NODE_ENV, ""))
+            )
     return [found[pid] for pid in sorted(found) if pid not in left_out]
 
 

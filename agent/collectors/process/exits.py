@@ -19,7 +19,6 @@ from pathlib import Path
 
 from rolecall.core.proc_stat import parse_stat
 
-
 logger = logging.getLogger(__name__)
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)

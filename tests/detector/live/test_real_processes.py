@@ -18,7 +18,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.rundir import registration_secret
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of tests"
 UNIT_SECONDS = 0.01
@@ -71,7 +71,7 @@ class Run:
 
     def learn(self, units: int = LEARN_UNITS) -> None:
         """Watches until all have worked for a while."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 2 * PATIENCE_SECONDS
         while not all(self.units(r) > units for r in self.workers):
             assert time.monotonic() < deadline, "the workers do not work"
             self.watch(1.0)

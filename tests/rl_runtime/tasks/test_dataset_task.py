@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rolecall.core.config.job import JobConfig, RolesConfig, RuntimeConfig, load_job, parse_job
 from rolecall.core.config.data import EvaluationConfig
+from rolecall.core.config.job import JobConfig, RolesConfig, RuntimeConfig, load_job, parse_job
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RewardFailed, SamplerMismatch
 from rolecall.core.ids import GroupId, ReplicaId

@@ -1,4 +1,4 @@
-"""How quick the dashboard is on a large cluster's journal: `python benchmarks/dashboard.py`.
+"""How quick the dashboard is on a large cluster's journal: `python -m benchmarks.dashboard`.
 
 1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard`
 serves it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the
@@ -25,12 +25,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import common
-
-sys.path.insert(0, str(common.ROOT))
-
 from playwright.sync_api import Browser, TimeoutError, sync_playwright
 
+from benchmarks import common
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir

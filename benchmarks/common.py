@@ -93,6 +93,16 @@ def middle_and_spread(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def quantile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least this share of them does not exceed."""
     ordered = sorted(values)

@@ -70,12 +70,10 @@ class Server:
         self.url, self.started_seconds = found[0], time.monotonic() - began
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return common.cpu_seconds(self._process.pid)
 
     def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        return common.resident_bytes(self._process.pid)
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGINT)

@@ -312,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines += ["", f"{name}: {'all bars are met' if met else 'NOT all bars are met'}."]
     print("\n".join(lines))
     if args.agents == parser.get_default("agents"):
-        (common.RESULTS / f"many_agents_{common.hardware()}_{time.strftime('%Y%m')}.md").write_text(
-            "\n".join(lines) + "\n"
-        )
+        common.write("many_agents", lines)
     return 0
 
 

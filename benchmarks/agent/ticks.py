@@ -179,11 +179,10 @@ class Looking:
         gc.collect()
         standin_now = read_time(self.files.standin_time)
         standin, self._standin_before = standin_now - self._standin_before, standin_now
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         made = Mark(
             num_ticks=self.num_ticks,
             num_since=self.num_ticks - (before.num_ticks if before else 0),
-            resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+            resident_bytes=common.resident_bytes(),
             num_files=len(os.listdir("/proc/self/fd")),
             num_objects=len(gc.get_objects()),
             loop_seconds=machine_speed(),

@@ -111,8 +111,7 @@ def main() -> int:
         f"| share of a step of {step * 1e3:.0f} ms | {share:+.2%} | {least:+.2%} to {most:+.2%} | {BAR_SHARE:.1%} |",
         f"| the same, from the microseconds | {cost / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
     ]
-    print("\n".join(lines))
-    print(common.write("hook_cost", lines))
+    common.publish("hook_cost", lines)
     return 0
 
 

@@ -28,6 +28,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.detector.sources.agents import AgentsSource
+from rolecall.rl_runtime.processes import find_processes
 from rolecall.watch.run import agent_urls
 
 SETTINGS = (
@@ -51,35 +52,21 @@ CALLS_PER_PHASE = 2
 """Entering a phase and leaving it."""
 COST_MAX = 0.03
 """The bar: watching may lengthen a step by this share."""
-TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def find(run: Path) -> dict[str, list[int]]:
     """PIDs of the run's agents and watch, by kind."""
     found: dict[str, list[int]] = {"agent": [], "watch": []}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
+    for process in find_processes(run):
         try:
-            environ = Path(f"/proc/{entry}/environ").read_bytes()
-            argv = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            argv = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue
-        if f"ROLECALL_RUN={run}".encode() not in environ.split(b"\0"):
-            continue
+            continue  # it has ended
         if b"rolecall.agent" in argv:
-            found["agent"].append(int(entry))
+            found["agent"].append(process.pid)
         elif b"watch" in argv:
-            found["watch"].append(int(entry))
+            found["watch"].append(process.pid)
     return found
-
-
-def cpu_seconds(pids: Sequence[int]) -> float:
-    total = 0.0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()
-        total += (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
-    return total
 
 
 def watching(run: Path, pids: Sequence[int], on: bool) -> None:
@@ -167,7 +154,7 @@ def measure(
     for pair in range(pairs):
         for on in rng.sample([True, False], 2):
             watching(run, everyone, on)
-            before = {kind: cpu_seconds(p) for kind, p in pids.items()}
+            before = {kind: sum(map(common.cpu_seconds, p)) for kind, p in pids.items()}
             began = time.time()
             time.sleep(seconds)
             mean, steps = step_seconds(journal, began + SETTLE_SECONDS, time.time())
@@ -176,7 +163,7 @@ def measure(
             if on:
                 blocks.on_seconds += time.time() - began
                 for kind, p in pids.items():
-                    blocks.cpu[kind] += cpu_seconds(p) - before[kind]
+                    blocks.cpu[kind] += sum(map(common.cpu_seconds, p)) - before[kind]
         print(
             f"pair {pair}: on {blocks.on[-1]:.4f} s, off {blocks.off[-1]:.4f} s, {100 * blocks.costs[-1]:+.2f} %",
             flush=True,

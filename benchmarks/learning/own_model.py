@@ -377,8 +377,7 @@ def report(records: Sequence[Mapping[str, Any]], measured: str) -> list[str]:
 
 def read(path: Path, commit: str) -> list[dict[str, Any]]:
     """Records of this commit, the last one of a run that was repeated."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [r for line in lines if (r := json.loads(line))["commit"] == commit]
+    found = [r for r in common.read_lines(path) if r["commit"] == commit]
     return list({(r["seed"], r["faults"], r["steps"]): r for r in found}.values())
 
 

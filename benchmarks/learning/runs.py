@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import common
 from rolecall.core.config.algorithm import FILTERS, AlgorithmName
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
@@ -251,8 +252,7 @@ def _short(values: Iterable[float | None]) -> list[float | None]:
 
 def read(path: Path, commits: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Records of these commits, or all; of a run that was repeated the last one."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found = [record for line in lines if (record := json.loads(line))["commit"] in commits or not commits]
+    found = [record for record in common.read_lines(path) if record["commit"] in commits or not commits]
     return list({Run(**r["run"]).key: r for r in found}.values())
 
 

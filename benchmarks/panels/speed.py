@@ -11,7 +11,6 @@ import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,13 +29,9 @@ TICK_SECONDS_MAX, COLD_SECONDS_MAX, MEMORY_BYTES_MAX = 0.06, 5.0, 2 << 30
 READY_TICKS = 100  # after which all that is compiled has been used
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def measured(size: int, seed: int, num_ticks: int = NUM_TICKS) -> tuple[float, float, float, int, int]:
     """(median tick, 99th percentile, worst, seconds; whole window, ms per 1000; bytes; findings)."""
-    before = resident_bytes()
+    before = common.resident_bytes()
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((NUM_METRICS, num_ticks, size), dtype=np.float32)
     values += np.arange(1, NUM_METRICS + 1, dtype=np.float32)[:, None, None] * 10
@@ -53,7 +48,7 @@ def measured(size: int, seed: int, num_ticks: int = NUM_TICKS) -> tuple[float, f
         found += len(tracker.tick(float(t), values[:, t]))
         took.append(time.perf_counter() - began)
     middle, high = (float(x) for x in np.quantile(took, [0.5, 0.99]))
-    return middle, high, max(took), sum(took), resident_bytes() - before - values.nbytes
+    return middle, high, max(took), sum(took), common.resident_bytes() - before - values.nbytes
 
 
 def main() -> int:

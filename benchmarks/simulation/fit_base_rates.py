@@ -193,8 +193,7 @@ def main() -> int:
     title = "Faults of 400 GPU servers: bursts, repeat offenders, repair"
     config = f"gap of a burst {BURST_USED:.0f} s; faults of one server at least {REPEAT_DAYS_MIN:.0f} day apart"
     lines = [*common.header(title, config, "none"), *report(read(path))]
-    print("\n".join(lines))
-    common.write("base_rates", lines)
+    common.publish("base_rates", lines)
     return 0
 
 

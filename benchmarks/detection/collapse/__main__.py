@@ -78,19 +78,18 @@ def judged(spec: Spec, rows: Sequence[dict[str, float]]) -> Judged:
 
 
 def read(paths: Iterable[Path]) -> list[tuple[Spec, list[dict[str, float]]]]:
-    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    found = [line for path in paths for line in common.read_lines(path)]
     return sorted(((Spec(**f["spec"]), f["rows"]) for f in found), key=lambda x: x[0].seed)
 
 
 def make(path: Path, part: int, parts: int) -> None:
     torch.set_num_threads(1)
-    there = {_named(spec) for spec, _ in read([path])} if path.exists() else set()
+    there = {_named(spec) for spec, _ in read([path])}
     for spec in specs()[part::parts]:
         if _named(spec) in there:
             continue
         rows = course(spec)
-        with path.open("a") as out:
-            out.write(json.dumps({"spec": asdict(spec), "rows": rows}) + "\n")
+        common.add_line(path, {"spec": asdict(spec), "rows": rows})
         print(f"{spec.kind}, seed {spec.seed}: {len(rows)} steps, reward {rows[-1].get('reward')}", flush=True)
 
 
@@ -188,8 +187,7 @@ def main(argv: Sequence[str]) -> int:
         keep(found)
         return 0
     lines = report([judged(spec, rows) for spec, rows in found], given.commit)
-    print("\n".join(lines))
-    print(common.write("collapse", lines))
+    common.publish("collapse", lines)
     return 0
 
 

@@ -16,7 +16,6 @@ diagnose --detector NAME` runs.
 
 import argparse
 import csv
-import json
 import math
 import os
 import platform
@@ -184,8 +183,7 @@ def record_one(folder: Path, case: Case) -> None:
         "load_after": loads[1],
         "step_seconds_median": round(float(np.nanmedian(values[own_job.METRICS.index("step_seconds")])), 4),
     }
-    with (folder / RECORDED).open("a") as file:
-        file.write(json.dumps(fact) + "\n")
+    common.add_line(folder / RECORDED, fact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +342,7 @@ def _told(mine: Verdict) -> str:
 
 
 def header(folder: Path, panels: Sequence[tuple[Case, Panel]], names: Sequence[str], asked: float) -> list[str]:
-    made = [json.loads(line) for line in (folder / RECORDED).read_text().splitlines()]
+    made = common.read_lines(folder / RECORDED)
     ticks = sum(len(p.at) for _, p in panels)
     machine_days = sum(len(p.at) * len(p.shape.machines) * p.shape.interval_seconds for _, p in panels) / 86_400
     num_faulty = sum(not case.fault.is_healthy for case, _ in panels)

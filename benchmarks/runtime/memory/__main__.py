@@ -72,8 +72,7 @@ def main() -> int:
         chosen = [c for c in CASES if args.only in c.name and args.tuned in (None, c.tuned)]
         measure(chosen, args.seeds, args.records)
     lines = report(common.read_lines(args.records))
-    print("\n".join(lines))
-    common.write("memory", lines)
+    common.publish("memory", lines)
     return 0
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.recovery.ettr.run import END_SECONDS
 from benchmarks.recovery.ettr.schedule import NUM_ROLLOUTS, NUM_TRAINERS
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import StepCommitted
@@ -13,6 +12,9 @@ from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key
 from rolecall.views.phases import Commits, recovery_phases
+
+ENDED_SECONDS = 60.0
+"""What is reported of a cluster within so long after it was ended is about that end."""
 
 
 def measured(
@@ -35,7 +37,7 @@ def measured(
     pace = statistics.median(gaps) if gaps else end - began
     commits_at = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
     alarms = [s.incident for s in joined.summaries if s.incident.incident_id in joined.false_alarms]
-    alarms = [a for a in alarms if not any(kill <= a.opened_at <= kill + END_SECONDS for kill in killed_at)]
+    alarms = [a for a in alarms if not any(kill <= a.opened_at <= kill + ENDED_SECONDS for kill in killed_at)]
     commits, recoveries = Commits(events), []
     for fault in faults:
         summary = next((s for s in joined.summaries if s.fault == fault), None)

@@ -366,7 +366,7 @@ class RayCluster:
             try:
                 asyncio.run(new.init_standalone())
                 break
-            except Exception as e:
+            except Exception as e:  # whatever verl, vLLM or Ray raise: nothing of it may be left; it is raised again
                 self._clear(new)
                 # Ray frees the devices of processes that have ended a moment later.
                 if not (isinstance(e, ValueError) and "available" in str(e)) or time.monotonic() > ends_at:

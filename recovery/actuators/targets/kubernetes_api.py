@@ -211,6 +211,14 @@ class KubernetesApi:
                 break
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
 
+    def cordoned_before(self, order: Order) -> Generator[Call, Reply, str]:
+        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: it was
+        drained, and the replica's processes on other nodes are left. Raises ActuatorError: it is not cordoned."""
+        _, cordoned = yield from self._node("left-node", order.node)
+        if not cordoned:
+            raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
+        return f"; node {order.node} is cordoned"
+
     def _node(self, key: str, node: str) -> Generator[Call, Reply, tuple[str, bool]]:
         """Its resource version, and whether it is cordoned. Raises ActuatorError: it cannot be read."""
         words = f"read node {node}"
@@ -339,6 +347,23 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
             raise HasEnded(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
         _keep(found, member, pod, order)
     return found
+
+
+def members_left(order: Order, pods: Sequence[Pod], where: str) -> tuple[Member, ...]:
+    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it cannot
+    be told."""
+    left = []
+    for member in order.members:
+        try:
+            pods_of_members(replace(order, members=(member,)), pods, where)
+        except HasEnded:
+            continue
+        except ActuatorError:
+            if any(member.node in (p.name, p.node) for p in pods if not p.ended):
+                raise
+            continue  # no pod is there
+        left.append(member)
+    return tuple(left)
 
 
 def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:

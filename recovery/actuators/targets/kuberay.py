@@ -17,7 +17,7 @@ from rolecall.core.config.actuators import KubeRayActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.core.text import plain
-from rolecall.recovery.actuators.calls import REFUSED, Call, Procedure, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, Procedure, Reply
 from rolecall.recovery.actuators.targets.kubernetes_api import (
     CONFLICT,
     JSON_PATCH,
@@ -87,7 +87,7 @@ class KubeRay:
 
     def _delete(self, order: Order, asked: dict[str, list[Pod]]) -> Procedure:
         """`asked`: group -> pods whose deletion was asked for without an answer; whether it was is then seen."""
-        done, tried = "", Reply(status=REFUSED)
+        done, tried = "", Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             cluster = yield from self._cluster(f"cluster-{n}")
             for name, pods in asked.items():
@@ -271,7 +271,7 @@ class KubeRay:
     def _clear(self, name: str, names: tuple[str, ...], assumed: Reply | None = None) -> Generator[Call, Reply, None]:
         """Empties `workersToDelete` of group `name` if it still holds what was put there. `assumed`: the RayCluster as
         a dry run takes it to be then. Raises ActuatorError: it cannot."""
-        tried = Reply(status=REFUSED)
+        tried = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             try:
                 cluster = yield from self._cluster(f"clear-read-{name}-{n}", assumed)

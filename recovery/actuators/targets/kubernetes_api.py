@@ -21,7 +21,7 @@ from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain
-from rolecall.recovery.actuators.calls import REFUSED, Call, HttpCall, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, HttpCall, Reply
 from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order, filled
 
 CLOCKS_DIFFER_SECONDS = 2.0
@@ -100,7 +100,7 @@ class KubernetesApi:
 
     def read(self, key: str, words: str, path: str, assumed: Reply | None = None) -> Generator[Call, Reply, Reply]:
         """Asks again if there is no answer, or one that says that the server cannot answer now."""
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             reply = yield self.call(f"{key}-{n}", words, "GET", path, assumed=assumed, after_seconds=float(n))
             if not reply.unavailable:
@@ -189,7 +189,7 @@ class KubernetesApi:
         """What was done, to be added to a sentence. Raises ActuatorError: the node is not cordoned."""
         if self._config.cordon_by == "nvsentinel":
             return (yield from self._request_maintenance(node, order))
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             version, cordoned = yield from self._node(f"node-{n}", node)
             if cordoned:
@@ -241,7 +241,7 @@ class KubernetesApi:
         if cordoned:
             return f"; node {node} is cordoned"
         name = f"rolecall-{hashlib.sha256(order.key.encode()).hexdigest()[:16]}"
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             reply = yield self.call(
                 f"maintenance-{n}",

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rolecall.core.config.actuators import VerlActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import Call, HttpCall, Procedure, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, HttpCall, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import HasEnded, Order
 
 OK, NOT_FOUND = 200, 404
@@ -80,7 +80,7 @@ class Verl:
 
     def _order(self, order: Order, instance: str) -> Generator[Call, Reply, None]:
         """Asks again if the job cannot answer now: an order with the same key is the same order."""
-        reply = Reply(status=0)
+        reply, may_have_arrived = Reply(status=NOT_SENT), False
         for n in range(TRIES_MAX):
             reply = yield HttpCall(
                 key=f"order-{n}" if n else "order",
@@ -95,9 +95,10 @@ class Verl:
             )
             if not reply.unavailable:
                 break
+            may_have_arrived |= reply.status != NOT_SENT
         if reply.status != OK:
             doubt = ""
-            if reply.unavailable:
+            if reply.unavailable and may_have_arrived:
                 doubt = f"; if the order arrived, {order.replica} is replaced at the next weight update"
             raise ActuatorError(f"order the replacement of {order.replica}: {_said(reply)}{doubt}")
 

@@ -74,6 +74,8 @@ class EventKind(StrEnum):
 
 K = EventKind
 SCHEMA_FIELD = "schema"
+NO_ANSWER_STATUS, NOT_SENT_STATUS = -1, -2
+"""In place of a status, of a call (`CallEnded`): it may have had its effect or not; it had none."""
 """Key of a body's version in the stored JSON; a body of version 1 has none."""
 
 
@@ -742,17 +744,25 @@ class CallStarted(Payload):
         return f"{self.words}: {self.call}"
 
 
+def status_text(status: int) -> str:
+    """`status 409`, `no answer` or `not sent`."""
+    return {NO_ANSWER_STATUS: "no answer", NOT_SENT_STATUS: "not sent"}.get(status, f"status {status}")
+
+
 @_event(K.CALL_ENDED, WATCH)
 class CallEnded(Payload):
     """Reply to that call."""
 
     actuator: Annotated[str, "its name"]
-    status: Annotated[int, "exit code or HTTP status; -1: no answer, so it may have had its effect or not"]
+    status: Annotated[
+        int,
+        "exit code or HTTP status; -1: no answer, so it may have had its effect or not; -2: not sent, so it had none",
+    ]
     text: Annotated[str, "output or body, shortened"]
 
     @property
     def reason(self) -> str:
-        status = "no answer" if self.status < 0 else f"status {self.status}"
+        status = status_text(self.status)
         return f"{status}: {self.text}" if self.text else status
 
 

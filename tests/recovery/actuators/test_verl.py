@@ -10,7 +10,7 @@ import pytest
 from rolecall.core.config.actuators import VerlActuator
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ActuatorError, ConfigError
-from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, Reply
 from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.target import Member, Order
@@ -184,6 +184,9 @@ def test_an_order_without_an_answer_is_sent_again_and_is_the_same() -> None:
     calls, ends = run(ONE, listing(), *[nothing] * 4)
     assert calls == [READ, PUT, PUT, PUT, PUT]
     assert "no answer: late; if the order arrived, rollout/1 is replaced at the next weight update" in ends
+    unsent = Reply(status=NOT_SENT, text="connection refused")
+    assert run(ONE, listing(), *[unsent] * 4)[1].endswith("rollout/1: not sent: connection refused")
+    assert "if the order arrived" in run(ONE, listing(), nothing, *[unsent] * 3)[1]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409])
@@ -202,7 +205,7 @@ def test_how_it_fails_in_the_job_is_said() -> None:
 
 
 def test_a_job_that_cannot_answer_now_is_asked_again() -> None:
-    away = [Reply(status=REFUSED), Reply(status=500), Reply(status=NO_STATUS)]
+    away = [Reply(status=NOT_SENT), Reply(status=500), Reply(status=NO_STATUS)]
     assert run(ONE, listing(), phase("waiting"), *away, phase("serving"))[1] == "rollout/1: why"
     calls, ends = run(ONE, listing(), phase("waiting"), *[Reply(status=500)] * LOOKS_MAX)
     assert f"not done after {LOOKS_MAX} looks" in ends and len(calls) < 200

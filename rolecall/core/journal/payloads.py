@@ -74,9 +74,9 @@ class EventKind(StrEnum):
 
 K = EventKind
 SCHEMA_FIELD = "schema"
+"""Key of a body's version in the stored JSON; a body of version 1 has none."""
 NO_ANSWER_STATUS, NOT_SENT_STATUS = -1, -2
 """In place of a status, of a call (`CallEnded`): it may have had its effect or not; it had none."""
-"""Key of a body's version in the stored JSON; a body of version 1 has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -506,9 +506,10 @@ class IncidentOpened(Payload):
 
 @_event(K.INCIDENT_UPDATED, WATCH)
 class IncidentUpdated(Payload):
-    """The diagnosis of an incident changed."""
+    """The diagnosis of an incident changed. Those before it stay part of the incident."""
 
-    diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the previous one"]
+    diagnosis: Annotated[StoredDiagnosis, "the newest diagnosis, which decides on the response"]
+    relation: Annotated[str, "how it is related to those before it: more is known of the fault, or it is a second one"] = ""
 
 
 @_event(K.PLAN_CREATED, WATCH)

@@ -5,7 +5,6 @@ links replaces `/proc`, so that no other processes are found.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys

@@ -78,6 +78,7 @@ class _Job:
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
     nodes: tuple[str, ...] = ()  # of its suspects
+    ours: frozenset[tuple[str, int]] = frozenset()  # node and PID of the job's processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +201,18 @@ class EvidencePull:
         self._probes: dict[str, tuple[float, float]] = {}  # key of a suspicion -> time of its next probe, its pause
 
     def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        asks = tuple(select_evidence(diagnosis, self._fleet()))
+        fleet = tuple(self._fleet())
+        asks = tuple(select_evidence(diagnosis, fleet))
         nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)) if self._node_health else ()
         if not asks and not nodes:
             return
         try:
-            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes))
+            ours = frozenset(
+                (str(p.node), p.pid)
+                for p in (*(s.process for s in fleet), *(s.process for s in diagnosis.suspects))
+                if p is not None
+            )
+            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours))
         except queue.Full:
             because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
             self._record(incident_id, missing=[because])
@@ -273,7 +280,7 @@ class EvidencePull:
         try:
             kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
             missing += refused
-            analysis = analyse_evidence(kept, _asked(job))
+            analysis = analyse_evidence(kept, _asked(job), job.ours)
         except OSError as e:
             kept, analysis = [], EvidenceAnalysis()
             missing.append(f"the collected evidence could not be stored: {e.strerror or e}")

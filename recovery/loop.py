@@ -165,6 +165,11 @@ class Watch:
         return self._lease is not None
 
     @property
+    def lease(self) -> Lease | None:
+        """Under which this process writes, as it last knew; another watch may hold it by now."""
+        return self._lease
+
+    @property
     def finished(self) -> bool:
         """Whether the run ended and every incident is closed."""
         return self._projection.ended is not None and not self._projection.open_incidents()

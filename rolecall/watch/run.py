@@ -310,7 +310,7 @@ def watch_run(
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
             roles = frozenset(watched.roles)
-            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.acting, every)
+            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.lease, every)
             actuator = external = ExternalActuator(
                 target_of_config(watched.actuator),
                 journal,

@@ -102,8 +102,8 @@ def environment(name):
     return {"env_vars": {**mine, "ROLECALL_AGENT_DIR": os.environ["ROLECALL_AGENT_DIR"], "PYTHONPATH": library}}
 ray.get([Engine.options(runtime_env=environment(name)).remote().run.remote() for name in names], timeout=seconds)
 """
-"""A job of Ray: actors that it starts again, with their task. Arguments: replicas, their code, PYTHONPATH, and the seconds
-after which it ends by itself."""
+"""A job of Ray: actors that it starts again, with their task. Arguments: replicas, their code, PYTHONPATH, and the
+seconds after which it ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """Triage: does a current diagnosis open an incident, belong to a known one, or show that a replacement failed? Pure.
 
 At most one incident is open per replica. Diagnoses repeat while they hold, and several detectors may report one fault
-in turn (slow, then hung, then dead): all of that is one incident. So is a second fault of the replica, in another of its
-processes: the incident keeps both diagnoses, and the update says which it is. A closed incident absorbs its diagnosis while that is
-still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not proposed again for
-the same fault under another class.
+in turn (slow, then hung, then dead): all of that is one incident. So is a second fault of the replica, in another of
+its processes: the incident keeps both diagnoses, and the update says which it is. A closed incident absorbs its
+diagnosis while that is still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is
+not proposed again for the same fault under another class.
 """
 
 import math

@@ -276,8 +276,8 @@ def observing_run(
     watched: WatchedConfig | None = None,
 ) -> RunDir:
     """A run directory for a watch over these agents; continues one that a watch created under this name. `webhook_url`
-    replaces that of the configuration. `watched`: of the watch file; None: none was given. Raises InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run
-    that rolecall started."""
+    replaces that of the configuration. `watched`: of the watch file; None: none was given. Raises InvalidId: `run_id`
+    is not valid; ConfigError: the name belongs to a run that rolecall started."""
     checked_id(run_id, "run id")
     file, watched = watched, watched or WatchedConfig()
     recovery = watched.recovery.model_dump(mode="json")

@@ -131,8 +131,8 @@ def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) ->
 
 
 def culprit_nodes(diagnosis: Diagnosis) -> tuple[str, ...]:
-    """Nodes with which the fault stays. None if suspects are on several nodes, unless these are lost: of a link, a switch
-    or a collective that does not advance, the diagnosis does not say at which end it is."""
+    """Nodes with which the fault stays. None if suspects are on several nodes, unless these are lost: of a link, a
+    switch or a collective that does not advance, the diagnosis does not say at which end it is."""
     spec = diagnosis.fault_class.spec
     nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))
     is_known = spec.remedy is Remedy.MOVE and (len(nodes) == 1 or spec.loses_node)

@@ -73,7 +73,9 @@ def test_a_url_that_is_none() -> None:
     assert e.value.unsent
 
 
-def test_what_failed_before_anything_was_sent_had_no_effect(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_before_anything_was_sent_had_no_effect(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No TLS, no name, and no connection."""
     server.answer = b"HTTP/1.1 200 OK\r\n\r\n"  # not TLS
 

@@ -117,7 +117,12 @@ def test_a_process_is_told_with_the_names_of_its_host() -> None:
         "c": {},
     }
     nodes = [
-        {"NodeID": "n", "NodeManagerHostname": "gpu-1.example", "NodeName": "10.0.0.1", "NodeManagerAddress": "10.0.0.1"},
+        {
+            "NodeID": "n",
+            "NodeManagerHostname": "gpu-1.example",
+            "NodeName": "10.0.0.1",
+            "NodeManagerAddress": "10.0.0.1",
+        },
         {"NodeID": "other", "NodeManagerHostname": "gpu-9"},
     ]
     asked = []

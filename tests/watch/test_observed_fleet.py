@@ -356,7 +356,9 @@ def test_a_watch_that_takes_over_knows_what_the_leader_wrote_last(it: Fleet) -> 
     assert sorted((n, m.pid) for n, m in kept_members(it.journal)) == [(3, 30)]
 
 
-def test_a_leader_that_stood_still_past_its_lease_writes_nothing_more(it: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leader_that_stood_still_past_its_lease_writes_nothing_more(
+    it: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
     """It still takes itself for the leader when it goes on: its next tick renews the lease, after this poll."""
     for _ in range(2):
         it.see((A, 0, process(10)))

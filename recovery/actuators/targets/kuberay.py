@@ -145,9 +145,7 @@ class KubeRay:
             raise ActuatorError(f"{words}: the answer has no resource version")
         return value
 
-    def _find(
-        self, order: Order, n: int, *, drained: bool
-    ) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
+    def _find(self, order: Order, n: int, *, drained: bool) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
         """The pods to delete, by name, and those that hold the members by their node. `drained`: the node was cordoned
         for this order, so that pods may be gone; a replica on several nodes has others. Raises ActuatorError: it is not
         clear which ones, or they hold others that the plan does not name; HasEnded: the pod of a member is gone, if

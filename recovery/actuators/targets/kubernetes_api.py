@@ -350,8 +350,8 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
 
 
 def members_left(order: Order, pods: Sequence[Pod], where: str) -> tuple[Member, ...]:
-    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it cannot
-    be told."""
+    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it
+    cannot be told."""
     left = []
     for member in order.members:
         try:

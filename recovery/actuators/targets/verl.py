@@ -203,8 +203,8 @@ def _is_same_host(one: str, other: str) -> bool:
 
 
 def _check(order: Order, entry: Mapping[str, Any]) -> None:
-    """Raises HasEnded: what the job runs is not the incarnation that is to be replaced; ActuatorError: it runs on another
-    host, where a process has the same PID."""
+    """Raises HasEnded: what the job runs is not the incarnation that is to be replaced; ActuatorError: it runs on
+    another host, where a process has the same PID."""
     named = f"{order.replica}#{order.incarnation}"
     processes = entry["processes"]
     if not order.members:
@@ -224,9 +224,7 @@ def _check(order: Order, entry: Mapping[str, Any]) -> None:
                 f"pid {member.pid} of {named} is on {member.node}, and the job's replica {order.index} has this pid on"
                 f" another host ({hosts}); if that is the same one, give its agent one of these names (`node`)"
             )
-        if member.registered_at and all(
-            p["started_at"] > member.registered_at + CONSTRUCTED_SECONDS for p in here
-        ):
+        if member.registered_at and all(p["started_at"] > member.registered_at + CONSTRUCTED_SECONDS for p in here):
             raise HasEnded(f"pid {member.pid} of the job's replica {order.index} started after {named}")
 
 

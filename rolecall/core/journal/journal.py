@@ -255,9 +255,7 @@ class Journal:
     def desired(self) -> dict[ReplicaId, Desired]:
         return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(sa.select(DESIRED))}
 
-    def set_actual(
-        self, record: Actual, *, unless: Iterable[ReplicaState] = (), lease: Lease | None = None
-    ) -> bool:
+    def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = (), lease: Lease | None = None) -> bool:
         """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
 
         A late message must not mark a LOST replica SERVING again: pass `unless=(LOST, STOPPED)` with every working

@@ -509,7 +509,9 @@ class IncidentUpdated(Payload):
     """The diagnosis of an incident changed. Those before it stay part of the incident."""
 
     diagnosis: Annotated[StoredDiagnosis, "the newest diagnosis, which decides on the response"]
-    relation: Annotated[str, "how it is related to those before it: more is known of the fault, or it is a second one"] = ""
+    relation: Annotated[
+        str, "how it is related to those before it: more is known of the fault, or it is a second one"
+    ] = ""
 
 
 @_event(K.PLAN_CREATED, WATCH)

@@ -12,18 +12,18 @@ from pathlib import Path
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import EvidenceKind, FaultClass
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
+from rolecall.detector.artifacts.kernel_log.logs import KernelLogFact
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks import weight_sync
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import StackActivity, shown, stack_of
-from rolecall.core.text import node_text
-from rolecall.detector.artifacts.kernel_log.logs import KernelLogFact
 from rolecall.detector.base.read_budget import Budget, read_each
 from rolecall.formats.kernel_log.messages import OomKill
 from rolecall.watch.evidence.requests import process_name

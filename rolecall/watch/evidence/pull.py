@@ -312,7 +312,9 @@ class EvidencePull:
             return answer.get(timeout=max(until - self._clock.monotonic(), 0.0) + NODE_HEALTH_GRACE_SECONDS)
         except queue.Empty:
             named = ", ".join(nodes[:NUM_NAMED_MAX])
-            return NodeHealth(missing=(f"what another system says of {named}: nothing within {self._health_seconds:g} s",))
+            return NodeHealth(
+                missing=(f"what another system says of {named}: nothing within {self._health_seconds:g} s",)
+            )
 
     def _pull_probe(self, job: _Job) -> None:
         """Its files are not kept."""

@@ -13,8 +13,8 @@ import pytest
 
 from rolecall.recovery.actuators.calls import (
     NO_STATUS,
-    NOT_STARTED,
     NOT_SENT,
+    NOT_STARTED,
     REPLY_BYTES_MAX,
     CommandCall,
     HttpCall,

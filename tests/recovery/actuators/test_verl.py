@@ -102,7 +102,11 @@ def test_a_dry_run_reads_and_prints_the_order(tmp_path: Path) -> None:
         (ONE, entry(state="replacing"), "is being replaced by somebody else"),
         (ONE, entry(1, process(41)), "pid 40 of rollout/1#2 is no process of the job's replica 1 (41)"),
         (ONE, entry(1, process(40, started_at=NOW + CONSTRUCTED_SECONDS + 1)), "started after rollout/1#2"),
-        (ONE, entry(1, process(40, "n-2", "n-2.example")), "is on n-1, and the job's replica 1 has this pid on another"),
+        (
+            ONE,
+            entry(1, process(40, "n-2", "n-2.example")),
+            "is on n-1, and the job's replica 1 has this pid on another",
+        ),
         (order(member("rollout/1", "n-1.a")), entry(1, process(40, "n-1.b")), "is on n-1.a, and"),
         (ONE, entry(1, process(40, "n-12")), "give its agent one of these names (`node`)"),
         (
@@ -141,7 +145,10 @@ def test_a_crash_that_ray_has_not_noticed_is_read_again() -> None:
         ((member("rollout/1", "n-1.example"),), (process(40, "n-1"),)),
         ((member("rollout/1", "10.0.0.1"),), (process(40, "worker"),)),  # named by its address
         # Two hosts, of one replica, have the same PID.
-        ((member("rollout/1", "n-1"),), (process(40, "n-2", host="10.0.0.2", started_at=NOW + 9999), process(40, "n-1"))),
+        (
+            (member("rollout/1", "n-1"),),
+            (process(40, "n-2", host="10.0.0.2", started_at=NOW + 9999), process(40, "n-1")),
+        ),
     ],
 )
 def test_what_is_meant_is_ordered(members: Sequence[Member], processes: Sequence[dict[str, Any]]) -> None:

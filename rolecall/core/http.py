@@ -82,7 +82,7 @@ def request(
         exchange = _exchange(method, url, asked, content, deadline_seconds, bytes_max, ca_path, sent)
         return loop.run_until_complete(exchange)
     except (TimeoutError, httpx.TimeoutException):
-        reason = f"no whole answer within {deadline_seconds:g} s" if sent else "no connection in time"
+        reason = f"no whole answer within {deadline_seconds:g} s{'' if sent else ', and nothing was sent'}"
         raise HttpFailed(reason, late=True, unsent=not sent) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
         causes = _causes(e)

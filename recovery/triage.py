@@ -129,7 +129,7 @@ def _relation(diagnosis: Diagnosis, incident: Incident, shared: Sequence[str]) -
     word = in_words(incident.diagnosis.fault_class)
     if diagnosis.fault_class is incident.diagnosis.fault_class:
         return "more is known of the same fault"
-    return f"the same processes had {word} before: more is known of that fault, or they have a second one"
+    return f"it was diagnosed as {word} before: more is known of the fault, or another one of these processes began"
 
 
 def _against_closed(

@@ -104,8 +104,8 @@ def _of_rank(fault: FaultClass, rank: int | None, because: str = "") -> Diagnosi
     ("found", "relation"),
     [
         (_of_rank(F.HANG, 3), "a second fault of a replica whose incident is open: now rank 3 of trainer/0"),
-        (_of_rank(F.HANG, 1), "the same processes had crash before: more is known"),
-        (_of_rank(F.HANG, None), "the same processes had crash before: more is known"),
+        (_of_rank(F.HANG, 1), "it was diagnosed as crash before: more is known of the fault"),
+        (_of_rank(F.HANG, None), "it was diagnosed as crash before: more is known of the fault"),
     ],
 )
 def test_an_update_of_an_open_incident_says_how_it_is_related_to_it(found: Diagnosis, relation: str) -> None:

@@ -207,7 +207,7 @@ def _incident(incident: Report, key: str) -> str:
         else f"{in_words(incident['fault_class'])}: {', '.join(incident['suspects']) or 'no suspect'}"
     )
     css = "good" if incident["outcome"] == "resolved" else "bad"
-    rows = [("Before that", earlier["because"]) for earlier in incident["before"]]
+    rows = [("Before that", earlier["because"]) for earlier in incident.get("before", ())]
     rows += [("Found", _found(incident)), ("Times", incident["durations"]), ("Plan", _plan(incident))]
     if incident["also_hit"]:
         rows.append(("Also hit", "; ".join(incident["also_hit"])))

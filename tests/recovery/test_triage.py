@@ -109,5 +109,6 @@ def _of_rank(fault: FaultClass, rank: int | None, because: str = "") -> Diagnosi
     ],
 )
 def test_an_update_of_an_open_incident_says_how_it_is_related_to_it(found: Diagnosis, relation: str) -> None:
-    taken = triage(found, [incident("inc-1-x", _of_rank(F.CRASH, 1))], fleet(), reported_before=False)
+    first = incident("inc-1-x", _of_rank(F.CRASH, 1), plan(AT_FAULT, incident="inc-1-x"))
+    taken = triage(found, [first], fleet(), reported_before=False)
     assert (taken.kind, taken.incident_id) == (TriageAction.UPDATE, "inc-1-x") and taken.because.startswith(relation)

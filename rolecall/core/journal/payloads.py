@@ -75,8 +75,9 @@ class EventKind(StrEnum):
 K = EventKind
 SCHEMA_FIELD = "schema"
 """Key of a body's version in the stored JSON; a body of version 1 has none."""
-NO_ANSWER_STATUS, NOT_SENT_STATUS = -1, -2
-"""In place of a status, of a call (`CallEnded`): it may have had its effect or not; it had none."""
+NO_ANSWER_STATUS, NOT_SENT_STATUS = -1, -1000
+"""In place of a status, of a call (`CallEnded`): it may have had its effect or not; it had none. Commands that a signal
+ended have its negative number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -759,7 +760,7 @@ class CallEnded(Payload):
     actuator: Annotated[str, "its name"]
     status: Annotated[
         int,
-        "exit code or HTTP status; -1: no answer, so it may have had its effect or not; -2: not sent, so it had none",
+        "exit code or HTTP status; -1: no answer, so it may have had its effect or not; -1000: not sent, so it had none",
     ]
     text: Annotated[str, "output or body, shortened"]
 

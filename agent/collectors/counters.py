@@ -109,7 +109,7 @@ def read_at_most(path: str, bytes_max: int) -> bytes:
         os.close(descriptor)
 
 
-def stat_of(proc: Path, pid: int) -> Stat | None:
+def stat_of(proc: Path | str, pid: int) -> Stat | None:
     """None: it is gone, or unreadable."""
     try:
         return parse_stat(read_at_most(f"{proc}/{pid}/stat", STAT_BYTES_MAX))

@@ -43,6 +43,11 @@ def split_replica(replica: str) -> tuple[str, int]:
     return found.group(1), int(found.group(2))
 
 
+def role_of(replica: str) -> str:
+    """`trainer` of `trainer/1`; a text without a number is a role."""
+    return replica.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ProcessId:
     """One OS process: unique on its node until the next boot."""

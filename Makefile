@@ -14,8 +14,9 @@ endif
 READY := $(VENV)/.ready-$(DEVICE)
 BIN := $(VENV)/bin
 ARGS ?=
-# One more than the 2 cores that the tests are made for: a third of their time they wait for processes.
-WORKERS ?= 3
+# One more than the 2 cores that the tests are made for, because a third of their time they wait for processes; each
+# takes about 1.5 GB.
+WORKERS ?= $(shell awk '/^MemAvailable/ { print ($$2 > 12e6 ? 3 : 2) }' /proc/meminfo)
 # All folders with e2e tests: to collect the others takes half a minute.
 E2E := tests/e2e tests/rl_runtime/cluster
 export OMP_NUM_THREADS := 1

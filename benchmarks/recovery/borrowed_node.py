@@ -1,8 +1,8 @@
 """How soon does a trainer that has lost its node train on the node of a rollout, and do the other rollouts go on?
 
-    python benchmarks/borrowed_node.py                    a run of four lost nodes, about 8 minutes
-    python benchmarks/borrowed_node.py --seed 1           another one; each loss is a line as soon as it is over
-    python benchmarks/borrowed_node.py --report-only      the report again
+    python -m benchmarks.recovery.borrowed_node                 a run of four lost nodes, about 8 minutes
+    python -m benchmarks.recovery.borrowed_node --seed 1        another one; each loss is a line as soon as it is over
+    python -m benchmarks.recovery.borrowed_node --report-only   the report again
 
 No replica has a standby, and the nodes without a replica are in quarantine. The raylet of a trainer's node is killed,
 and with it every process there. A rollout of the policy's choice lends its node; once the trainer is a member of the
@@ -14,21 +14,16 @@ windows of `WINDOW_SECONDS`, or of 2.5 steps if those take longer: once a step t
 """
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
-import common
-from common import until
-
+from benchmarks import common
+from benchmarks.common import until
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -41,7 +36,6 @@ from rolecall.rl_runtime.faults.injector import inject
 from rolecall.testing.token_counter import TokenCounter
 
 LINES = common.RESULTS / "borrowed_node.jsonl"
-RUNS = common.ROOT / "runs"
 BAR_SECONDS = 20.0
 LOSSES, TRAINERS, ROLLOUTS = 4, 2, 3
 STEPS_BETWEEN = 3
@@ -151,15 +145,10 @@ def _has(event: Event, target: str) -> bool:
 
 def one_run(seed: int, losses: int) -> None:
     name = f"bench-borrowed-{int(time.time())}"
-    RUNS.mkdir(exist_ok=True)
-    job = RUNS / f"{name}.yaml"
     used = 1 + TRAINERS + ROLLOUTS
-    text = JOB.format(seed=seed, trainers=TRAINERS, rollouts=ROLLOUTS, nodes=used + losses)
-    job.write_text(text)
-    argv = [sys.executable, "-m", "rolecall", "run", str(job), "--id", name, "--runs", str(RUNS)]
-    with (RUNS / f"{name}.log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    run, rng, of_commit = RunDir(RUNS / name), random.Random(f"borrowed-{seed}"), common.commit()
+    job = JOB.format(seed=seed, trainers=TRAINERS, rollouts=ROLLOUTS, nodes=used + losses)
+    process = common.start_run(name, job)
+    run, rng, of_commit = RunDir(common.RUNS / name), random.Random(f"borrowed-{seed}"), common.commit()
     try:
         nodes = until("the start", START_SECONDS, lambda: all_serve(run))
         for node in sorted({f"node-{n}" for n in range(used + losses)} - {"node-0", *nodes.values()}):
@@ -171,10 +160,9 @@ def one_run(seed: int, losses: int) -> None:
                 found = {"failure": str(e)}
             line = {"commit": of_commit, "seed": seed, **found}
             print(line, flush=True)
-            with LINES.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            common.add_line(LINES, line)
             if "failure" in found or process.poll() is not None:
-                raise SystemExit(f"the run ended early: see {RUNS / name}.log")
+                raise SystemExit(f"the run ended early: see {common.RUNS / name}.log")
     finally:
         process.terminate()
         process.wait(END_SECONDS)
@@ -204,9 +192,9 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
         ("from_finding", "trains again after the finding", f"{BAR_SECONDS:g}"),
         ("from_loss", "trains again after the loss", ""),
     ):
-        values = sorted(x[key] for x in done)
+        values = [x[key] for x in done]
         if values:
-            p90 = values[min(len(values) - 1, int(0.9 * len(values)))]
+            p90 = common.quantile(values, 0.9)
             text.append(
                 f"| {what} | {len(values)} | {statistics.median(values):.1f} | {p90:.1f} | {max(values):.1f} | {bar} |"
             )
@@ -231,7 +219,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.report_only:
         one_run(options.seed, options.losses)
-    lines = [json.loads(line) for line in LINES.read_text().splitlines()]
+    lines = common.read_lines(LINES)
     newest = lines[-1]["commit"]
     print(common.write("borrowed_node", report([x for x in lines if x["commit"] == newest], newest)))
 

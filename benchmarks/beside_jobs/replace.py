@@ -89,7 +89,7 @@ def quorum(step):
 RAY = """
 import os, signal, sys
 import ray
-names, code, library = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
+names, code, library, seconds = sys.argv[1].split(","), sys.argv[2], sys.argv[3], float(sys.argv[4])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 ray.init(address="local", num_cpus=len(names), include_dashboard=False, log_to_driver=False)
 @ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=-1)
@@ -99,9 +99,10 @@ class Engine:
 def environment(name):
     mine = {"ROLECALL_REPLICA": name, "ROLECALL_ROLE": name.partition("/")[0], "ROLECALL_RANK": "0"}
     return {"env_vars": {**mine, "ROLECALL_AGENT_DIR": os.environ["ROLECALL_AGENT_DIR"], "PYTHONPATH": library}}
-ray.get([Engine.options(runtime_env=environment(name)).remote().run.remote() for name in names])
+ray.get([Engine.options(runtime_env=environment(name)).remote().run.remote() for name in names], timeout=seconds)
 """
-"""A job of Ray: actors that it starts again, with their task. Arguments: replicas, their code, PYTHONPATH."""
+"""A job of Ray: actors that it starts again, with their task. Arguments: replicas, their code, PYTHONPATH, and the
+seconds after which it ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ def run(target: str, seed: int, wanted: Sequence[Case], stack: ExitStack) -> Ite
     job.start_agent()
     common.until("the agent serves", START_SECONDS, lambda: job.agent_url or None)
     if target == "ray":
-        job.start([sys.executable, "-c", RAY, ",".join(REPLICAS), STEPS, str(common.ROOT)])
+        seconds = 4 * START_SECONDS + len(wanted) * (REST_SECONDS + 2 * CASE_SECONDS)  # more than all waits below
+        job.start([sys.executable, "-c", RAY, ",".join(REPLICAS), STEPS, str(common.ROOT), str(seconds)])
     else:
         job.start_replicas()
     job.start_watch(CONFIG.format(actuator=actuator(target, lighthouse)))

@@ -146,8 +146,8 @@ def _has(event: Event, target: str) -> bool:
 def one_run(seed: int, losses: int) -> None:
     name = f"bench-borrowed-{int(time.time())}"
     used = 1 + TRAINERS + ROLLOUTS
-    job = JOB.format(seed=seed, trainers=TRAINERS, rollouts=ROLLOUTS, nodes=used + losses)
-    process = common.start_run(name, job)
+    text = JOB.format(seed=seed, trainers=TRAINERS, rollouts=ROLLOUTS, nodes=used + losses)
+    process = common.start_run(name, text)
     run, rng, of_commit = RunDir(common.RUNS / name), random.Random(f"borrowed-{seed}"), common.commit()
     try:
         nodes = until("the start", START_SECONDS, lambda: all_serve(run))
@@ -184,30 +184,23 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
         "",
         "Seconds.",
         "",
-        "| measure | n | median | P90 | worst | bar |",
-        "|---|---|---|---|---|---|",
     ]
+    rows = []
     for key, what, bar in (
         ("found", "found after the loss", ""),
         ("from_finding", "trains again after the finding", f"{BAR_SECONDS:g}"),
         ("from_loss", "trains again after the loss", ""),
     ):
-        values = [x[key] for x in done]
-        if values:
-            p90 = common.quantile(values, 0.9)
-            text.append(
-                f"| {what} | {len(values)} | {statistics.median(values):.1f} | {p90:.1f} | {max(values):.1f} | {bar} |"
-            )
-    text += [
-        "",
-        "Tokens a second of the rollouts that lend nothing, together.",
-        "",
-        "| loss | lender | before the loss | least in a window until the trainer trains | window, s |",
-        "|---|---|---|---|---|",
-    ]
+        if values := [x[key] for x in done]:
+            cells = [statistics.median(values), common.quantile(values, 0.9), max(values)]
+            rows.append([what, str(len(values)), *(f"{c:.1f}" for c in cells), bar])
+    text += common.table(("measure", "n", "median", "P90", "worst", "bar"), rows)
+    text += ["Tokens a second of the rollouts that lend nothing, together.", ""]
+    rows = []
     for number, x in enumerate(done):
         before, least = (f"{x[k]:.0f}" if x[k] is not None else "-" for k in ("tokens_before", "tokens_least"))
-        text.append(f"| {number} | {x['lender']} | {before} | {least} | {x['window']:.1f} |")
+        rows.append([str(number), x["lender"], before, least, f"{x['window']:.1f}"])
+    text += common.table(("loss", "lender", "before the loss", "least until the trainer trains", "window, s"), rows)
     return text + [line for x in lines if "failure" in x for line in ("", f"Failed: {x['failure']}.")]
 
 

@@ -26,9 +26,9 @@ from rolecall.core.telemetry import (
 from rolecall.core.text import counted
 from rolecall.detector.live.monitored_process import TRAINING_VALUES
 from rolecall.detector.live.run_panels import PEERS_MIN
-from rolecall.detector.live.stages.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
-from rolecall.detector.live.stages.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
-from rolecall.detector.live.stages.wait import RANKS_MIN
+from rolecall.detector.live.stages.exits.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
+from rolecall.detector.live.stages.progress.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
+from rolecall.detector.live.stages.progress.wait import RANKS_MIN
 
 RECORDER_OFF = ("0", "false", "off", "no")
 SET_RECORDER = "set TORCH_FR_BUFFER_SIZE=2000 before torch is imported; `rolecall exec` does"

@@ -33,7 +33,7 @@ from benchmarks import common
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 
 EXAMPLE = common.ROOT / "examples" / "smollm2"
 RECORDS = common.RESULTS / "own_model.jsonl"

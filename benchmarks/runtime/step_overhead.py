@@ -30,7 +30,7 @@ from benchmarks import common
 from benchmarks.intervals import median_interval
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.batching import form_microbatches

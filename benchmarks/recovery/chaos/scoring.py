@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.recovery.chaos.schedule import Fault
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import ComponentRestarted
+from rolecall.core.journal.payloads.run import ComponentRestarted
 from rolecall.rl_runtime.processes import RunProcess
 from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, summarize_incidents
 from rolecall.views.lifetimes import incarnation_records

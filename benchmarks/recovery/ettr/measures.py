@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.recovery.ettr.schedule import NUM_ROLLOUTS, NUM_TRAINERS
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key

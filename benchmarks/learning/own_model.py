@@ -398,7 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model = str(args.model.resolve())
     if args.answer:
-        print(json.dumps(answer(*args.answer, model)))
+        answered, held_out = args.answer
+        print(json.dumps(answer(answered, held_out, model)))
         return 0
     commit = args.commit or common.commit()
     full = load_job(EXAMPLE / "job.yaml").num_steps

@@ -103,7 +103,7 @@ def microbatches_of(task: DatasetTask, job: JobConfig, step: int, rng: random.Ra
         prompt = task.prompt(number)
         samples = tuple(sample(prompt.group_id, index) for index in range(algorithm.group_size))
         groups.append(PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
-    return form_microbatches(step, groups, algorithm.microbatches_per_step)
+    return list(form_microbatches(step, groups, algorithm.microbatches_per_step))
 
 
 def timed(service: TrainerService) -> Parts:

@@ -101,8 +101,6 @@ class LoopState:
     """Time since which there are enough groups for the step being formed."""
     hybrid_work: HybridWork = HybridWork.GENERATE
     """Of the hybrids, in the modes that have them."""
-    last_decision: str = ""
-    """The last decision of the loop and its reason."""
 
     @property
     def wants_more(self) -> bool:

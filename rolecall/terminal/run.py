@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rolecall.core.ids import role_of
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import in_words, plain, seconds
 from rolecall.recovery.incidents import IncidentProjection
@@ -75,7 +76,7 @@ def _head(snapshot: RunSnapshot, title: str) -> Text:
 def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:
     roles: dict[str, list[ReplicaRow]] = {}
     for row in rows:
-        roles.setdefault(row.replica.partition("/")[0], []).append(row)
+        roles.setdefault(role_of(row.replica), []).append(row)
     known = {role: n for n, role in enumerate(ROLE_ORDER)}
     lines = []
     for role in sorted(roles, key=lambda r: (known.get(r, len(known)), r)):

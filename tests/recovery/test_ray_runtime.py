@@ -89,8 +89,8 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(tmp_path: Path) -
 
 
 def test_unsupported_actions_are_refused(world: World) -> None:
-    with pytest.raises(ActuatorError, match="cannot roll back"):
-        RayRuntime(world.journal).perform(plan(action=A.ROLL_BACK), take(world))
+    with pytest.raises(ActuatorError, match="cannot end orphan"):
+        RayRuntime(world.journal).perform(plan(action=A.END_ORPHAN), take(world))
 
 
 def test_a_restart_starts_new_processes_and_leaves_what_was_replaced_since_it_was_planned(world: World) -> None:

@@ -293,8 +293,7 @@ class CallEnded(Payload):
     actuator: Annotated[str, "its name"]
     status: Annotated[
         int,
-        "exit code or HTTP status; -1: no answer, so it may have had its effect or not; -1000: not sent, so it had "
-        "none",
+        "exit code or HTTP status; -1: no answer, it may have had its effect or not; -1000: not sent, it had none",
     ]
     text: Annotated[str, "output or body, shortened"]
 

@@ -44,7 +44,7 @@ STEPS_WITHOUT_LEAD = 8
 class Report(Protocol):
     """What is used of the module `reporter`."""
 
-    def start(self, *, source: str) -> None: ...
+    def start(self, *, source: str, rank: int | None = None, world_size: int | None = None) -> None: ...
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
     def finish_step(
@@ -64,7 +64,22 @@ class Report(Protocol):
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether the process can know its rank: an actor of Ray can only if its environment says so."""
-    return "RAY_JOB_ID" not in environ or any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+    return "RAY_JOB_ID" not in environ or _names_rank(environ)
+
+
+def _names_rank(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+
+
+def rank_in_group(environ: Mapping[str, str]) -> dict[str, int]:
+    """`rank` and `world_size` of the default process group of torch.distributed. Empty: there is none, or the
+    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        group = distributed.GroupMember.WORLD
+        return {} if group is None or _names_rank(environ) else {"rank": group.rank(), "world_size": group.size()}
+    except Exception:  # noqa: BLE001 torch has changed: the job goes on, as a process without a group
+        return {}
 
 
 def issued_collectives() -> int:
@@ -150,7 +165,7 @@ class TrainingWatch:
             if self._report.is_started():
                 self._off = True  # the job reports itself
                 return
-            self._report.start(source=SOURCE)
+            self._report.start(source=SOURCE, **rank_in_group(os.environ))
             self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
             self._thread = threading.get_ident()

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank
+from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank, rank_in_group
 
 
 class Report:
@@ -29,10 +29,11 @@ class Report:
         self.loading: list[float] = []
         self.passes: list[int] = []
         self.exchanges = 0
+        self.identity: dict[str, int] = {}
 
-    def start(self, *, source: str) -> None:
+    def start(self, *, source: str, **identity: int) -> None:
         assert source == "hooks"
-        self.started = True
+        self.started, self.identity = True, identity
 
     def is_started(self) -> bool:
         return self.started
@@ -304,9 +305,36 @@ def test_other_threads_do_not_count(job: Job) -> None:
     assert report.phases == []
 
 
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 3 of 4, by the default process group alone."""
+    world = SimpleNamespace(rank=lambda: 3, size=lambda: 4, _get_sequence_number_for_group=lambda: 0)
+    monkeypatch.setattr(torch.distributed.distributed_c10d.GroupMember, "WORLD", world)
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_rank_is_that_of_the_process_group(job: Job) -> None:
+    job.step()
+    assert job.report.identity == {"rank": 3, "world_size": 4}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["RANK", "ROLECALL_RANK", "SLURM_PROCID"])
+def test_a_rank_of_the_environment_counts(name: str) -> None:
+    assert rank_in_group({name: "1"}) == {}
+    assert rank_in_group({"LOCAL_RANK": "1", "NODE_RANK": "0"}) == {"rank": 3, "world_size": 4}
+
+
+def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
+    job.step()
+    assert job.report.started and job.report.identity == {}
+
+
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self, *, source: str) -> None:
+        def start(self, *, source: str, **identity: int) -> None:
             raise OSError("no space")
 
     job = Job(Broken())

@@ -15,7 +15,14 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank, rank_in_group
+from rolecall.agent.autostart.training import (
+    STEPS_WITHOUT_LEAD,
+    Hook,
+    TrainingWatch,
+    is_rank,
+    rank_in_group,
+    role_of_actor,
+)
 
 
 class Report:
@@ -31,8 +38,8 @@ class Report:
         self.exchanges = 0
         self.identity: dict[str, int] = {}
 
-    def start(self, *, source: str, **identity: int) -> None:
-        assert source == "hooks"
+    def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
+        assert source == "hooks" and role is None
         self.started, self.identity = True, identity
 
     def is_started(self) -> bool:
@@ -334,7 +341,7 @@ def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
 
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self, *, source: str, **identity: int) -> None:
+        def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
             raise OSError("no space")
 
     job = Job(Broken())
@@ -372,3 +379,31 @@ def test_an_actor_of_ray_is_a_rank_if_it_is_told_which() -> None:
     assert is_rank({}) and is_rank({"RANK": "3"})
     assert not is_rank({"RAY_JOB_ID": "01000000"})
     assert is_rank({"RAY_JOB_ID": "01000000", "RANK": "0"})
+
+
+def test_an_actor_of_ray_may_be_told_after_torch_is_imported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.delenv("RANK", raising=False)
+    late = Job(Report())
+    late.step(optimizer=late.optimizer)
+    job.step()
+    job.step()
+    assert not job.report.started and not job.report.steps, "it never is"
+    monkeypatch.setenv("RANK", "1")
+    late.watch.after_optimizer(late.optimizer, (), {})
+    assert late.report.started and late.report.steps == [1]
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("ray::CriticModelActor.fit", "critic"),
+        ("ray::MegatronValueWorker.train", "critic"),
+        ("ray::PolicyModelActor.fit", None),
+        ("python train_critic.py", None),
+    ],
+)
+def test_the_actor_of_a_critic_is_no_rank_of_the_trainer(title: str, role: str | None) -> None:
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "RANK": "0"}, title) == role
+    assert role_of_actor({"RANK": "0"}, title) is None
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "ROLECALL_ROLE": "value"}, title) is None

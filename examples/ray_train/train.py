@@ -15,7 +15,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 from rolecall.integrations.ray_train import RolecallCallback, reported
 
-REPORT_STEPS = 10
+REPORT_STEPS = 50
 
 
 def train_func(config: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from rolecall.agent.collectors.process.discovery import parse_discovery
-from rolecall.agent.http.web_config import WebConfig
 from rolecall.agent.settings import AgentFile
 from rolecall.core.config.job import JobConfig, parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig, parse_watched
@@ -25,6 +24,7 @@ FOREIGN = {
     "resources": "kustomize",
     "targets": "Prometheus, file_sd_configs",
     "replica": "the default arms, which a test compares with the code",
+    "tls_server_config": "the format of Prometheus' exporters",
 }
 """First key of a block -> whose it is."""
 ONLY_WATCHED = {"actuator", "orphans", "deadline_seconds", "nvsentinel"}
@@ -44,9 +44,7 @@ def kind_of(value: Any) -> str:
     for name, section in (("agent file", AgentFile), ("job file", JobConfig), ("simulation file", SimulationSettings)):
         if keys <= set(section.model_fields):
             return name
-    if keys <= set(QueriesConfig.model_fields):
-        return "queries"
-    return "web config" if keys <= set(WebConfig.model_fields) else ""
+    return "queries" if keys <= set(QueriesConfig.model_fields) else ""
 
 
 def check(value: Any) -> None:
@@ -67,8 +65,6 @@ def check(value: Any) -> None:
             parse_settings(value)
         case "queries":
             QueriesConfig.model_validate(value)
-        case "web config":
-            WebConfig.model_validate(value)
 
 
 @pytest.mark.parametrize(("name", "number", "block"), BLOCKS, ids=[f"{name}-{n}" for name, n, _ in BLOCKS])

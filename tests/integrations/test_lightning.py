@@ -84,7 +84,7 @@ def test_the_rank_is_that_of_the_trainer(callback: Any, report: Recorded) -> Non
 
 
 def test_a_job_that_has_started_the_reporter_itself_keeps_its_rank(callback: Any, report: Recorded) -> None:
-    report.start(replica="actor/2", rank=0)
+    report.start(source="integration", replica="actor/2", rank=0)
     callback.on_train_start(SimpleNamespace(**RANK), None)
     assert report.of("start") == [{"replica": "actor/2", "rank": 0}]
 

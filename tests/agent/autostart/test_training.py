@@ -316,15 +316,15 @@ def test_other_threads_do_not_count(job: Job) -> None:
 def group(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 3 of 4, by the default process group alone."""
     world = SimpleNamespace(rank=lambda: 3, size=lambda: 4, _get_sequence_number_for_group=lambda: 0)
-    monkeypatch.setattr(torch.distributed.distributed_c10d.GroupMember, "WORLD", world)
+    distributed = SimpleNamespace(GroupMember=SimpleNamespace(WORLD=world))
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", distributed)
     for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("group")
 def test_the_rank_is_that_of_the_process_group(job: Job) -> None:
-    job.step()
-    assert job.report.identity == {"rank": 3, "world_size": 4}
+    assert warm(job).identity == {"rank": 3, "world_size": 4}
 
 
 @pytest.mark.usefixtures("group")
@@ -335,8 +335,8 @@ def test_a_rank_of_the_environment_counts(name: str) -> None:
 
 
 def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
-    job.step()
-    assert job.report.started and job.report.identity == {}
+    report = warm(job)
+    assert report.started and report.identity == {}
 
 
 def test_nothing_is_raised_into_the_job() -> None:
@@ -383,15 +383,15 @@ def test_an_actor_of_ray_is_a_rank_if_it_is_told_which() -> None:
 
 def test_an_actor_of_ray_may_be_told_after_torch_is_imported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_ID", "01000000")
-    monkeypatch.delenv("RANK", raising=False)
-    late = Job(Report())
-    late.step(optimizer=late.optimizer)
-    job.step()
-    job.step()
-    assert not job.report.started and not job.report.steps, "it never is"
-    monkeypatch.setenv("RANK", "1")
-    late.watch.after_optimizer(late.optimizer, (), {})
-    assert late.report.started and late.report.steps == [1]
+    monkeypatch.setenv("RANK", "1")  # torch has its hook already
+    assert warm(job).steps == [1, 2]
+
+
+def test_an_actor_of_ray_that_is_never_told_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not warm(job).started
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ TRAINERS = {(role, rank) for role in ("trainer/0", "critic/0") for rank in (0, 1
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
     with tempfile.TemporaryDirectory(prefix="rc", dir="/tmp") as short:  # Ray's sockets have short names only
-        it = Shell(tmp_path, {"RAY_TMPDIR": short})
+        it = Shell(tmp_path, {"RAY_TMPDIR": short, "RAY_worker_niceness": "0"})
         yield it
         it.close()
 

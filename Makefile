@@ -41,10 +41,10 @@ check: $(READY)  ## style and types
 
 soak: $(READY)  ## ten real seeds of each fault; prints a report and adds to benchmarks/results/
 	$(BIN)/python -m pytest -m long
-	$(BIN)/python benchmarks/soak.py $(ARGS)
+	$(BIN)/python -m benchmarks.recovery.soak $(ARGS)
 
 bench: $(READY)  ## what watching costs a step
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python -m benchmarks.detection.overhead $(ARGS)
 
 docs: $(READY)  ## the documentation site, into build/docs
 	$(BIN)/python -m tools.reference_pages

@@ -1,4 +1,4 @@
-"""How quick the dashboard is on a large cluster's journal: `python benchmarks/dashboard.py`.
+"""How quick the dashboard is on a large cluster's journal: `python -m benchmarks.dashboard`.
 
 1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard`
 serves it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the
@@ -25,12 +25,9 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-import common
-
-sys.path.insert(0, str(common.ROOT))
-
 from playwright.sync_api import Browser, TimeoutError, sync_playwright
 
+from benchmarks import common
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
@@ -73,12 +70,10 @@ class Server:
         self.url, self.started_seconds = found[0], time.monotonic() - began
 
     def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return common.cpu_seconds(self._process.pid)
 
     def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
+        return common.resident_bytes(self._process.pid)
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGINT)

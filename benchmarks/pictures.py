@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from measures import HEALTHY
-
-COLOURS = {HEALTHY: "#777777", "duty": "#c0392b", "delay": "#1f6fb2", "quota": "#2e8b57"}
+COLOURS = {"healthy": "#777777", "duty": "#c0392b", "delay": "#1f6fb2", "quota": "#2e8b57"}
 OTHER_COLOUR = "#8e44ad"
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 360, 170, 46
 COLUMNS = 2

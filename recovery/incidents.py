@@ -186,6 +186,12 @@ class Incident:
         return (*self.earlier_diagnoses, self.diagnosis)[0]
 
     @property
+    def told_before(self) -> tuple[Diagnosis, ...]:
+        """Earlier diagnoses that say something else than the newest, oldest first, each sentence once."""
+        told = {d.because: d for d in reversed(self.earlier_diagnoses) if d.because != self.diagnosis.because}
+        return tuple(reversed(told.values()))
+
+    @property
     def suspects(self) -> tuple[Suspect, ...]:
         """Of all its diagnoses: they are updated, and a replacement may fail too."""
         return tuple(s for d in (*self.earlier_diagnoses, self.diagnosis) for s in d.suspects)

@@ -165,6 +165,11 @@ class Watch:
         return self._lease is not None
 
     @property
+    def lease(self) -> Lease | None:
+        """Under which this process writes, as it last knew; another watch may hold it by now."""
+        return self._lease
+
+    @property
     def finished(self) -> bool:
         """Whether the run ended and every incident is closed."""
         return self._projection.ended is not None and not self._projection.open_incidents()
@@ -308,9 +313,9 @@ class Watch:
         elif taken.kind is TriageAction.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: after a crash between the two, the update alone would hide it.
             self._append(incident, failed(incident, incident.attempt, ActionFailure.DIED, taken.because))
-            self._update(self._projection.incidents[incident.incident_id], diagnosis)
+            self._update(self._projection.incidents[incident.incident_id], diagnosis, "its replacement failed")
         elif taken.kind is TriageAction.UPDATE and incident is not None:
-            self._update(incident, diagnosis)
+            self._update(incident, diagnosis, taken.because)
 
     def _keep_windows(self) -> None:
         """Stores what the detectors had read: after acting, because it takes longer than a whole decision (0.2 s for 30
@@ -334,9 +339,9 @@ class Watch:
                 self._write(collected.payload, key=f"{incident.incident_id}:evidence", incident=incident)
             self._evidence.written(collected)
 
-    def _update(self, incident: Incident, diagnosis: Diagnosis) -> None:
+    def _update(self, incident: Incident, diagnosis: Diagnosis, relation: str) -> None:
         key = f"{incident.incident_id}:updated:{diagnosis.key}"
-        self._write(IncidentUpdated(diagnosis=diagnosis), key=key, incident=incident)
+        self._write(IncidentUpdated(diagnosis=diagnosis, relation=relation), key=key, incident=incident)
 
     def _would_act(self, diagnosis: Diagnosis) -> bool:
         """Whether policy would now act on what it tolerated before: a slow replica got slower, or there is a node by

@@ -152,7 +152,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
     if verdict.guard == LENDER and not situation.observing:
-        return _about(incident, attempt, "decided_anew", IncidentUpdated(diagnosis=incident.diagnosis))
+        updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"decided anew: {verdict.because}")
+        return _about(incident, attempt, "decided_anew", updated)
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
     if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:

@@ -1,19 +1,21 @@
 """Triage: does a current diagnosis open an incident, belong to a known one, or show that a replacement failed? Pure.
 
 At most one incident is open per replica. Diagnoses repeat while they hold, and several detectors may report one fault
-in turn (slow, then hung, then dead): all of that is one incident. A closed incident absorbs its diagnosis while that is
-still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not proposed again for
-the same fault under another class.
+in turn (slow, then hung, then dead): all of that is one incident. So is a second fault of the replica, in another of
+its processes: the incident keeps both diagnoses, and the update says which it is. A closed incident absorbs its
+diagnosis while that is still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is
+not proposed again for the same fault under another class.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.membership import ReplicaState
+from rolecall.core.text import in_words
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Decision, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.nodes import NodeRecord
@@ -111,9 +113,23 @@ def _against_open(diagnosis: Diagnosis, incident: Incident, worked: frozenset[st
         return _ignored(incident, f"{incident_id} already knows that its replacement failed")
     code = incident.diagnosis.fault_class.spec.remedy is Remedy.STOP
     if undecided and not incident.requested_by_operator and not code:
-        because = f"new information on {incident_id}"
+        because = _relation(diagnosis, incident, sorted(shared))
         return TriageDecision(kind=TriageAction.UPDATE, because=because, incident_id=incident_id)
     return _ignored(incident, handles)
+
+
+def _relation(diagnosis: Diagnosis, incident: Incident, shared: Sequence[str]) -> str:
+    """Of a diagnosis to the open incident of the same replicas."""
+    before = {(s.replica, s.rank) for s in incident.suspects if s.replica in shared}
+    now = {(s.replica, s.rank) for s in diagnosis.suspects if s.replica in shared}
+    is_known = all(rank is not None for _, rank in before | now)
+    if is_known and not before & now:
+        ranks = ", ".join(f"rank {rank} of {replica}" for replica, rank in sorted(now, key=str))
+        return f"a second fault of a replica whose incident is open: now {ranks}"
+    word = in_words(incident.diagnosis.fault_class)
+    if diagnosis.fault_class is incident.diagnosis.fault_class:
+        return "more is known of the same fault"
+    return f"it was diagnosed as {word} before: more is known of the fault, or another one of these processes began"
 
 
 def _against_closed(

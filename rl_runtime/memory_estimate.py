@@ -8,7 +8,7 @@ A trainer rank is largest in one of four phases, beside what it always holds (st
     checkpoint   a copy of the whole state, which is written while the next step is computed
 
 The peak is the largest. Constants are bytes per parameter, counted from the code that they name, and bases of a process
-measured on a CPU (`benchmarks/memory.py`); file pages of libraries, which processes share, are left out.
+measured on a CPU (`benchmarks/runtime/memory/`); file pages of libraries, which processes share, are left out.
 """
 
 import math

@@ -200,7 +200,7 @@ Generated from `rolecall/simulate/settings.py` by `{COMMAND}`.
 `rolecall simulate run SETTINGS.yaml` and `rolecall doctor JOB --plan --settings SETTINGS.yaml` read a YAML mapping. A
 default that comes from a publication names it: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293;
 [RobustRL] arXiv 2512.22492; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD, SIGCOMM 2025; the fit is
-`benchmarks/fit_base_rates.py`). What is simulated: [plan a fleet](../howto/plan.md).
+`benchmarks/simulation/fit_base_rates.py`). What is simulated: [plan a fleet](../howto/plan.md).
 
 Fields that say `required` are so only where their section is given; a section that is left out has a default as a whole.
 `detection.implicit`: {implicit.trainer:g} s for trainers and {implicit.rollout:g} s for rollouts ([RobustRL]: TensorCore activity 0 for 5 min, throughput

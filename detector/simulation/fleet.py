@@ -13,8 +13,8 @@ a detector that compares a machine with its own past, and recall would be overst
 and gains come on top of sigma, so effects are if anything smaller than stated.
 
 Sources of the numbers: [Minder] Y. Deng et al., "Minder: Faulty Machine Detection for Large-scale Distributed Model
-Training", NSDI 2025; [issue] the specification of this benchmark; [fit] `benchmarks/fit_noise.py` on healthy real
-recordings; [assumed] our plausible choice, with its reason. A seed gives the same fleet on every machine.
+Training", NSDI 2025; [issue] the specification of this benchmark; [fit] `benchmarks/panels/fit_noise.py` on healthy
+real recordings; [assumed] our plausible choice, with its reason. A seed gives the same fleet on every machine.
 """
 
 from collections.abc import Iterator

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from rolecall.core.http import HttpFailed, request
+from rolecall.core.journal.payloads import NO_ANSWER_STATUS, NOT_SENT_STATUS, status_text
 from rolecall.core.text import os_reason
 
-NO_STATUS = -1
+NO_STATUS, NOT_SENT = NO_ANSWER_STATUS, NOT_SENT_STATUS
 CALL_SECONDS = 10.0
 REPLY_BYTES_MAX = 4 << 20
 SHOWN_CHARACTERS = 2000
@@ -33,15 +34,14 @@ SHOWN_CHARACTERS = 2000
 READ_SECONDS = 2.0
 NOT_STARTED = 127
 """Exit code of a command that could not be started, as in shells."""
-REFUSED = 0
-"""Status of an HTTP call that did not reach a server, and so had no effect."""
 TOO_MANY, SERVER_ERROR = 429, 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """`status`: exit code or HTTP status; `NO_STATUS`: there is none, and the call may have had its effect or not.
-    `text`: output or body, or why there is no status."""
+    """`status`: exit code or HTTP status; `NO_STATUS`: there is none, and the call may have had its effect or not;
+    `NOT_SENT`: nothing was sent over HTTP, so that it had none and may be made again. `text`: output or body, or why
+    there is no status."""
 
     status: int
     text: str = ""
@@ -53,7 +53,7 @@ class Reply:
     @property
     def unavailable(self) -> bool:
         """Over HTTP: there is no answer, or one that says nothing about what was asked for."""
-        return not self.known or self.status in (REFUSED, TOO_MANY) or self.status >= SERVER_ERROR
+        return not self.known or self.status in (NOT_SENT, TOO_MANY) or self.status >= SERVER_ERROR
 
     @property
     def json(self) -> Any:
@@ -71,7 +71,7 @@ class Reply:
     @property
     def shown(self) -> str:
         """`status 409: ...`, for people."""
-        status = f"status {self.status}" if self.known else "no answer"
+        status = status_text(self.status)
         return f"{status}: {self.short}" if self.text else status
 
 
@@ -194,7 +194,7 @@ class HttpCall(Call):
                 ca_path=self.ca_path,
             )
         except HttpFailed as e:
-            return Reply(status=REFUSED if e.refused else NO_STATUS, text=str(e))
+            return Reply(status=NOT_SENT if e.unsent else NO_STATUS, text=str(e))
         except (OSError, ValueError) as e:
-            return Reply(status=REFUSED, text=f"{getattr(e, 'filename', None) or self.url}: {os_reason(e)}")
+            return Reply(status=NOT_SENT, text=f"{getattr(e, 'filename', None) or self.url}: {os_reason(e)}")
         return Reply(status=answer.status, text=answer.body.decode(errors="replace"))

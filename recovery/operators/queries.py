@@ -175,6 +175,7 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
         "fault_class": str(incident.diagnosis.fault_class),
         "suspects": [s.name for s in incident.diagnosis.suspects],
         "because": incident.diagnosis.because,
+        "before": [{"fault_class": str(d.fault_class), "because": d.because} for d in incident.told_before],
         "opened_at": incident.opened_at,
         "durations": {**asdict(took), "text": took.words},
         "action": str(attempt.plan.action) if attempt else None,
@@ -241,7 +242,8 @@ def event_text(event: Mapping[str, Any]) -> str:
     """`plan created: replace replica of rollout/1#1: it crashed`, of an event as a plain value."""
     body = event["body"]
     because = body.get("because") or body.get("diagnosis", {}).get("because")
-    parts = [in_words(body.get("outcome", "")), because]
+    relation = f"{because} ({body['relation']})" if body.get("relation") else because
+    parts = [in_words(body.get("outcome", "")), relation]
     if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
         plan = Plan.from_dict(dict(body["plan"]))
         parts = [plan.words, plan.because]

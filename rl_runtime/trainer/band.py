@@ -10,10 +10,11 @@ therefore computed again by another trainer, within its step, like one that is n
 trainers know from the ballots; the band is part of their state. It is silent for the first `WARM_UP` microbatches. A
 gradient of 0 comes from groups with equal rewards: it is neither judged nor learned.
 
-Those that were outside and are committed all the same are proven right: while they are remembered, up to
-`PROVEN_FACTOR` x the farthest of them is usual, too. A policy that has learned its task has many tiny gradients and a
-large one now and then, each of which would else cost a second computation. Those of the warm-up were not judged, and
-prove nothing: the ones that are outside at its end are forgotten.
+Those that were outside and that another trainer computed with the same result are proven right: while they are
+remembered, up to `PROVEN_FACTOR` x the farthest of them is usual, too. A policy that has learned its task has many tiny
+gradients and a large one now and then, each of which would else cost a second computation. Those that several trainers
+had in one step were computed once each: they move median and spread, and prove nothing. So do those of the warm-up,
+which were not judged: the ones that are outside at its end are forgotten.
 """
 
 import math
@@ -47,16 +48,19 @@ ROUNDING_RATIO: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class LearnedBand:
-    """`learned`: oldest first."""
+    """`learned`: oldest first; `unproven`: those of them that were outside and computed once, oldest first."""
 
     learned: tuple[MicrobatchNumbers, ...] = ()
+    unproven: tuple[MicrobatchNumbers, ...] = ()
 
-    def after(self, committed: Iterable[MicrobatchNumbers]) -> Self:
-        """The band with one more step's microbatches."""
+    def after(self, committed: Iterable[MicrobatchNumbers], unproven: Iterable[MicrobatchNumbers] = ()) -> Self:
+        """The band with one more step's microbatches. `unproven`: those of them that prove nothing."""
         new = tuple(n for n in committed if n.grad_norm > 0.0 and math.isfinite(n.grad_norm) and math.isfinite(n.loss))
-        band = type(self)((*self.learned, *new)[-REMEMBERED:])
+        learned = (*self.learned, *new)[-REMEMBERED:]
+        known = set(learned)
+        band = type(self)(learned, tuple(n for n in (*self.unproven, *unproven) if n in known))
         if len(self.learned) < WARM_UP:
-            band = type(self)(tuple(n for n in band.learned if not band._outside(n, proven=False)))
+            band = type(self)(tuple(n for n in band.learned if not band._outside(n, proven=False)), band.unproven)
         return band
 
     def outside(self, numbers: MicrobatchNumbers) -> str:
@@ -64,21 +68,22 @@ class LearnedBand:
         return self._outside(numbers, proven=True)
 
     def _outside(self, numbers: MicrobatchNumbers, *, proven: bool) -> str:
-        """`proven`: whether what is remembered from outside widens the band."""
+        """`proven`: whether what was proven right outside widens the band."""
         if len(self.learned) < WARM_UP or not numbers.grad_norm > 0.0:
             return ""
+        doubted = set(self.unproven)
+        right = [n for n in self.learned if n not in doubted] if proven else []
         losses = [n.loss for n in self.learned]
         middle = median(losses)
         room = LOSS_SPREADS * max(_spread(losses, middle), LOSS_SPREAD_MIN)
-        if proven:
-            room = max([room, *(PROVEN_FACTOR * far for far in (abs(loss - middle) for loss in losses) if far > room)])
+        room = max([room, *(PROVEN_FACTOR * far for far in (abs(n.loss - middle) for n in right) if far > room)])
         if abs(numbers.loss - middle) > room:
             return f"loss {numbers.loss:.3g}, usually {middle:.3g} and at most {room:.3g} from it"
         logs = [math.log(n.grad_norm) for n in self.learned]
         usual = median(logs)
         limit = usual + max(NORM_SPREADS * _spread(logs, usual), math.log(NORM_FACTOR))
-        if proven:
-            limit = max([limit, *(log + math.log(PROVEN_FACTOR) for log in logs if log > limit)])
+        far_logs = (log for log in (math.log(n.grad_norm) for n in right) if log > limit)
+        limit = max([limit, *(log + math.log(PROVEN_FACTOR) for log in far_logs)])
         if math.log(numbers.grad_norm) > limit:
             return (
                 f"gradient norm {numbers.grad_norm:.3g}, usually {math.exp(usual):.3g} and at most "
@@ -140,5 +145,9 @@ def differ(one: MicrobatchNumbers, other: MicrobatchNumbers) -> bool:
 def band_after(band: LearnedBand, ballots: Sequence[CommitVote], compared: Sequence[ComparedMicrobatch]) -> LearnedBand:
     """The band after a step. What two trainers computed differently, and neither as usual, is not learned."""
     unclear = {c.first.microbatch_id for c in compared if c.verdict is CheckVerdict.UNCLEAR}
+    once = {c.first.microbatch_id for c in compared if c.verdict is CheckVerdict.SEVERAL}
     stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
-    return band.after(s.numbers for s in stats if s.microbatch_id not in unclear)
+    return band.after(
+        (s.numbers for s in stats if s.microbatch_id not in unclear),
+        unproven=(s.numbers for s in stats if s.microbatch_id in once),
+    )

@@ -13,7 +13,7 @@ update is applied.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -457,7 +457,8 @@ class TrainerState:
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
                 "commit": asdict(self.commit),
-                "band": [[n.loss, n.grad_norm] for n in self.band.learned],
+                "band": _numbers(self.band.learned),
+                **({"band_unproven": _numbers(self.band.unproven)} if self.band.unproven else {}),
                 **({"frozen": self._frozen} if self._frozen else {}),
             }
         return tensors, json.dumps(meta, sort_keys=True)
@@ -563,6 +564,10 @@ def first_state(
     )
 
 
+def _numbers(found: Iterable[MicrobatchNumbers]) -> list[list[float]]:
+    return [[n.loss, n.grad_norm] for n in found]
+
+
 def parse_meta(meta: str) -> tuple[int, CommitRecord, LearnedBand]:
     """(number of optimizer steps, commit record, learned band) of an export; older ones have no band.
 
@@ -582,7 +587,10 @@ def parse_meta(meta: str) -> tuple[int, CommitRecord, LearnedBand]:
             gradient_digest=str(record["gradient_digest"]),
             ledger=ChainHead(position=int(record["ledger"]["position"]), hash=str(record["ledger"]["hash"])),
         )
-        band = [MicrobatchNumbers(loss=float(a), grad_norm=float(b)) for a, b in parsed.get("band", ())]
-        return int(parsed["optimizer_step"]), commit, LearnedBand(tuple(band))
+        learned, unproven = (
+            tuple(MicrobatchNumbers(loss=float(a), grad_norm=float(b)) for a, b in parsed.get(name, ()))
+            for name in ("band", "band_unproven")
+        )
+        return int(parsed["optimizer_step"]), commit, LearnedBand(learned, unproven)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{type(e).__name__}: {e}") from e

@@ -23,10 +23,19 @@ logging.getLogger("httpx").setLevel(logging.WARNING)  # its INFO lines hold whol
 
 
 class HttpFailed(Exception):
-    """No complete response. `late`: not within the deadline; `refused`: no listener; `too_large`: cut off."""
+    """No complete response. `late`: not within the deadline; `refused`: no listener; `too_large`: cut off; `unsent`:
+    nothing of the request was sent (no name, no connection, no TLS), so that it had no effect."""
 
-    def __init__(self, reason: str, *, late: bool = False, refused: bool = False, too_large: bool = False) -> None:
-        self.late, self.refused, self.too_large = late, refused, too_large
+    def __init__(
+        self,
+        reason: str,
+        *,
+        late: bool = False,
+        refused: bool = False,
+        too_large: bool = False,
+        unsent: bool = False,
+    ) -> None:
+        self.late, self.refused, self.too_large, self.unsent = late, refused, too_large, unsent
         super().__init__(reason)
 
 
@@ -64,18 +73,22 @@ def request(
     asked = {"Accept-Encoding": "identity", **(headers or {})}
     for name, value in asked.items():
         if not (value.isascii() and value.isprintable()):  # httpx's own error shows the value, which may be a token
-            raise HttpFailed(f"the value of {name} has a character that HTTP does not allow, such as the end of a line")
+            because = f"the value of {name} has a character that HTTP does not allow, such as the end of a line"
+            raise HttpFailed(because, unsent=True)
+    sent: list[str] = []
     # Not `asyncio.run`: it would finally wait for a name lookup that hangs in another thread.
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max, ca_path))
+        exchange = _exchange(method, url, asked, content, deadline_seconds, bytes_max, ca_path, sent)
+        return loop.run_until_complete(exchange)
     except (TimeoutError, httpx.TimeoutException):
-        raise HttpFailed(f"no whole answer within {deadline_seconds:g} s", late=True) from None
+        reason = f"no whole answer within {deadline_seconds:g} s{'' if sent else ', and nothing was sent'}"
+        raise HttpFailed(reason, late=True, unsent=not sent) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
         causes = _causes(e)
         refused = any(isinstance(c, ConnectionRefusedError) for c in causes)
         reason = "connection refused" if refused else os_reason(causes[-1])
-        raise HttpFailed(reason, refused=refused) from None
+        raise HttpFailed(reason, refused=refused, unsent=not sent) from None
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
@@ -89,8 +102,15 @@ async def _exchange(
     seconds: float,
     bytes_max: int,
     ca_path: str,
+    sent: list[str],
 ) -> HttpAnswer:
+    """`sent`: gets the events of httpcore in which a part of the request is sent."""
     import httpx
+
+    async def trace(event: str, info: Mapping[str, Any]) -> None:
+        del info
+        if ".send_request_" in event:
+            sent.append(event)
 
     # A context is expensive, and plain HTTP needs none.
     verify: Any = ssl.create_default_context(cafile=ca_path or None) if url.startswith("https:") else False
@@ -98,7 +118,7 @@ async def _exchange(
     async with (
         asyncio.timeout(seconds),
         httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False) as client,
-        client.stream(method, url, headers=headers, content=content) as response,
+        client.stream(method, url, headers=headers, content=content, extensions={"trace": trace}) as response,
     ):
         return HttpAnswer(response.status_code, await _body(response, bytes_max) if bytes_max else b"")
 

@@ -6,15 +6,18 @@
 
 Two variables of the job's environment switch it on: the address, and a file with the token that each request must send
 (`Authorization: Bearer ...`). One process of the job serves it: the one that sends weights to the replicas. Answers are
-JSON; those that refuse have `error`. A few requests at a time, small ones, each with a deadline. Standard library only.
+JSON; those that refuse have `error`. A few requests at a time, small ones, each with one deadline for all that the
+client sends: one that sends slowly holds a place no longer. Standard library only.
 """
 
 import hmac
+import io
 import json
 import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,7 +35,9 @@ TOKEN_FILE = "ROLECALL_VERL_TOKEN_FILE"
 """File with the token, readable by its owner and group only. It is read for each request."""
 LOOPBACK = "127.0.0.1"
 REQUEST_SECONDS = 5.0
+"""For all of a request to arrive, and for the answer to leave."""
 BODY_BYTES_MAX = 10_000
+HEAD_BYTES_MAX = 16_384
 REQUESTS_MAX = 8
 """At the same time; further ones are closed."""
 REPLICAS, REPLACEMENTS = "/v1/replicas", "/v1/replacements/"
@@ -113,9 +118,35 @@ class _Server(ThreadingHTTPServer):
         del request, client_address  # a client that went away
 
 
+class _Request(io.RawIOBase):
+    """What a client sends, up to `bytes_max` bytes and until `ends_at` (monotonic seconds). A timeout of the socket
+    alone would begin again with each byte."""
+
+    def __init__(self, connection: socket.socket, ends_at: float, bytes_max: int) -> None:
+        self._connection, self._ends_at, self._bytes_left = connection, ends_at, bytes_max
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises TimeoutError: too late. 0 bytes: the client ends, or has sent too much."""
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        num_bytes = self._connection.recv_into(buffer, min(len(buffer), self._bytes_left)) if self._bytes_left else 0
+        self._bytes_left -= num_bytes
+        return num_bytes
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = REQUEST_SECONDS
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        ends_at = time.monotonic() + REQUEST_SECONDS
+        self.rfile = io.BufferedReader(_Request(self.connection, ends_at, HEAD_BYTES_MAX + BODY_BYTES_MAX))
 
     def do_GET(self) -> None:
         self._answer()
@@ -131,9 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
             status, body = 200, self._result()
         except Refused as e:
             status, body = e.status, {"error": str(e)}
+        except TimeoutError:
+            status, body = 408, {"error": f"not received within {REQUEST_SECONDS:g} s"}
         except Exception as e:  # noqa: BLE001 the job goes on
             status, body = 500, {"error": f"{type(e).__name__}: {e}"}
         content = json.dumps(body).encode()
+        self.connection.settimeout(REQUEST_SECONDS)  # of all that `sendall` sends
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))

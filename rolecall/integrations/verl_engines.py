@@ -297,15 +297,39 @@ def actor_id(handle: Any) -> str:
 class RayCluster:
     """As `verl_replacements.Cluster`."""
 
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}  # id of a node of Ray -> names of its host
+
     def instance(self, replica: Any) -> str:
         return "-".join(actor_id(server) for server in replica.servers)
 
     def processes(self, replica: Any) -> list[dict[str, Any]]:
         return [
-            _process(actor, server=is_server)
+            self._process(actor, server=is_server)
             for actors, is_server in ((replica.servers, True), (replica.workers, False))
             for actor in actors
         ]
+
+    def _process(self, actor: Any, *, server: bool) -> dict[str, Any]:
+        """From Ray's own table, so that one that hangs is told, too."""
+        known = _actor(actor)
+        address = known.get("Address") or {}
+        return {
+            "pid": int(known.get("Pid") or 0),
+            "host": str(address.get("IPAddress") or ""),
+            "names": self._names_of(str(address.get("NodeID") or "")),
+            "started_at": float(known.get("StartTime") or 0) / 1000,
+            "alive": _is_alive(known),
+            "server": server,
+        }
+
+    def _names_of(self, node: str) -> list[str]:
+        """Ray's names of the host of this node; none: it is not known."""
+        if node and node not in self._names:
+            for one in sys.modules["ray"].nodes():
+                names = [one.get(key) for key in ("NodeManagerHostname", "NodeName", "NodeManagerAddress")]
+                self._names[str(one.get("NodeID"))] = list(dict.fromkeys(str(name) for name in names if name))
+        return self._names.get(node, [])
 
     def end(self, replica: Any) -> None:
         try:
@@ -325,7 +349,7 @@ class RayCluster:
         for group in groups:
             ray.util.remove_placement_group(group)
         ends_at = time.monotonic() + END_SECONDS
-        while any(_process(a)["alive"] for a in actors) or any(not _is_removed(g) for g in groups):
+        while any(_is_alive(_actor(a)) for a in actors) or any(not _is_removed(g) for g in groups):
             if time.monotonic() > ends_at:
                 raise TimeoutError(f"its processes, or their devices, are not free after {END_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
@@ -342,7 +366,7 @@ class RayCluster:
             try:
                 asyncio.run(new.init_standalone())
                 break
-            except Exception as e:
+            except Exception as e:  # whatever verl, vLLM or Ray raise: nothing of it may be left; it is raised again
                 self._clear(new)
                 # Ray frees the devices of processes that have ended a moment later.
                 if not (isinstance(e, ValueError) and "available" in str(e)) or time.monotonic() > ends_at:
@@ -359,17 +383,13 @@ class RayCluster:
             logger.warning("rolecall could not end what it had started: %s: %s", type(e).__name__, e)
 
 
-def _process(actor: Any, *, server: bool = False) -> dict[str, Any]:
-    """From Ray's own table, so that one that hangs is told, too."""
-    known = sys.modules["ray"]._private.state.actors(actor_id(actor))
-    address = known.get("Address") or {}
-    return {
-        "pid": int(known.get("Pid") or 0),
-        "host": str(address.get("IPAddress") or ""),
-        "started_at": float(known.get("StartTime") or 0) / 1000,
-        "alive": bool(known) and known.get("State") != "DEAD",
-        "server": server,
-    }
+def _actor(handle: Any) -> dict[str, Any]:
+    """What Ray's table has of it; empty: nothing."""
+    return dict(sys.modules["ray"]._private.state.actors(actor_id(handle)))
+
+
+def _is_alive(known: Mapping[str, Any]) -> bool:
+    return bool(known) and known.get("State") != "DEAD"
 
 
 def _is_removed(group: Any) -> bool:

@@ -7,6 +7,9 @@
     serving   the balancer has it
     failed    with the reason
 
+Each phase that waits ends as failed when it lasts too long: `waiting`, `started` and `joining` after the seconds that
+the order allows for a weight update to begin, `starting` after START_SECONDS. A new engine that is given up is ended.
+
 The trainer calls `before_update` and `after_update` around verl's own weight update of standalone replicas, where verl
 changes its list of replicas, too. Both take milliseconds: a replica is ended and started in a thread. Another thread
 reads and orders (verl_control.py). Nothing here raises into the trainer.
@@ -37,6 +40,8 @@ UNDER_WAY = (WAITING, STARTING, STARTED, JOINING)
 START_SECONDS = 1800.0
 """From the end of a replica until its replacement runs: a large model is loaded."""
 WITHIN_SECONDS_MAX = 86400.0
+ROUTE_SECONDS = 60.0
+"""For the balancer to take the new engine, from when its update has ended: `Route.add` has deadlines of its own."""
 KEPT_MAX = 100
 """Orders that are remembered."""
 KEY_LENGTH_MAX = 200
@@ -52,12 +57,14 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Replacement:
-    """`instance`: which engine is to be replaced; `expires_at`: monotonic seconds until which it may begin, then until
-    which the new one must run. `old`, `new`: replicas of verl; `manager`: that of their weight updates."""
+    """`instance`: which engine is to be replaced; `within_seconds`: for each wait for a weight update; `expires_at`:
+    monotonic seconds until which this phase may last. `old`, `new`: replicas of verl; `manager`: that of their weight
+    updates."""
 
     key: str
     replica: int
     instance: str
+    within_seconds: float
     expires_at: float
     phase: str = WAITING
     because: str = "it begins at the next weight update"
@@ -80,7 +87,8 @@ class Cluster(Protocol):
         """Name of its engine, different from those of all others before and after."""
 
     def processes(self, replica: Any) -> list[dict[str, Any]]:
-        """`pid`, `host`, `started_at` (wall seconds), `alive`, `server` of each. Raises whatever Ray does."""
+        """`pid`, `host` (its address), `names` (of the host), `started_at` (wall seconds), `alive`, `server` of each.
+        Raises whatever Ray does."""
 
     def end(self, replica: Any) -> None:
         """Returns the requests of the replica that it can still return, ends its processes, and frees its devices; what
@@ -151,16 +159,18 @@ class Replacements:
     def order(self, key: str, number: int, instance: str, within_seconds: float) -> dict[str, Any]:
         """Orders a replacement, or tells how far the one with this key is. Raises Refused."""
         with self._lock:
+            self._end_late()
             known = self._orders.get(key)
             if known is not None:
                 if (known.replica, known.instance) != (number, instance):
                     raise Refused(409, f"{key} is the key of a replacement of replica {known.replica}")
-                return self._shown(known)
-            busy = next((o for o in self._orders.values() if o.is_under_way and not self._is_late(o)), None)
+                return known.to_dict()
+            busy = next((o for o in self._orders.values() if o.is_under_way), None)
             if busy is not None:
                 raise Refused(409, f"replica {busy.replica} is being replaced ({busy.phase}): one at a time")
             self._check(number, instance)
-            it = Replacement(key, number, instance, self._monotonic() + min(within_seconds, WITHIN_SECONDS_MAX))
+            within_seconds = min(within_seconds, WITHIN_SECONDS_MAX)
+            it = Replacement(key, number, instance, within_seconds, self._monotonic() + within_seconds)
             done = [k for k, o in self._orders.items() if not o.is_under_way]
             for old in done[: max(0, len(self._orders) + 1 - KEPT_MAX)]:
                 del self._orders[old]
@@ -170,8 +180,9 @@ class Replacements:
     def state(self, key: str) -> dict[str, Any] | None:
         """None: nothing with this key was ordered, or it is forgotten."""
         with self._lock:
+            self._end_late()
             known = self._orders.get(key)
-            return None if known is None else self._shown(known)
+            return None if known is None else known.to_dict()
 
     def _check(self, number: int, instance: str) -> None:
         """With the lock held."""
@@ -195,6 +206,7 @@ class Replacements:
             self._managers.add(manager)
             if manager.backend == COLOCATED:
                 return
+            self._withdraw(manager)
             for it in self._due():
                 if it.phase == STARTED and it.manager is manager:
                     self._include(manager, it)
@@ -207,6 +219,7 @@ class Replacements:
     async def after_update(self, manager: Any) -> None:
         """The replica that was included has the weights: requests may come."""
         try:
+            self._withdraw(manager)
             for it in self._due():
                 if it.phase == JOINING and it.new in manager.replicas:
                     await self._serve(it)
@@ -216,6 +229,7 @@ class Replacements:
     def update_failed(self, manager: Any, error: BaseException) -> None:
         """The job may try again: without the new replica, which may be why it failed."""
         try:
+            self._withdraw(manager)
             for it in self._due():
                 if it.phase == JOINING and it.new in manager.replicas:
                     manager.remove_replicas([it.new])
@@ -288,10 +302,12 @@ class Replacements:
             self._fail(it, f"the new engine did not start: {type(e).__name__}: {e}")
             return
         with self._lock:
-            is_wanted = it.phase == STARTING and not self._is_late(it)
+            self._end_late()
+            is_wanted = it.phase == STARTING
             if is_wanted:
                 it.new, it.phase = new, STARTED
                 it.because = "the new engine runs, and gets weights with the next update"
+                it.expires_at = self._monotonic() + it.within_seconds
         if not is_wanted:
             self._discard(new)
 
@@ -300,11 +316,30 @@ class Replacements:
             self._fail(it, "the new engine ended before it had weights")
             return self._discard(it.new)
         with self._lock:
+            self._end_late()
+            if it.phase != STARTED:
+                return None
             it.phase, it.because = JOINING, "the new engine gets weights"
+            it.expires_at = self._monotonic() + it.within_seconds
         manager.add_replicas([it.new])
         return None
 
+    def _withdraw(self, manager: Any) -> None:
+        """Ends new engines that were given up while they were part of the updates, which change here only."""
+        with self._lock:
+            self._end_late()
+            given_up = [it.new for it in self._orders.values() if it.phase == FAILED and it.new is not None]
+        for new in given_up:
+            if new in manager.replicas:
+                manager.remove_replicas([new])
+                self._discard(new)
+
     async def _serve(self, it: Replacement) -> None:
+        with self._lock:
+            self._end_late()
+            if it.phase != JOINING:
+                return
+            it.expires_at = max(it.expires_at, self._monotonic() + ROUTE_SECONDS)  # it is not given up meanwhile
         route = self._route_of(it.new)
         try:
             assert route is not None  # it has that of its predecessor
@@ -326,27 +361,29 @@ class Replacements:
     def _due(self) -> Sequence[Replacement]:
         """Those that are under way, and not too late."""
         with self._lock:
-            for it in self._orders.values():
-                self._shown(it)
+            self._end_late()
             return [it for it in self._orders.values() if it.is_under_way]
 
     def _is_busy(self, number: int) -> bool:
         return any(it.replica == number for it in self._due())
 
-    def _is_late(self, it: Replacement) -> bool:
-        return it.phase in (WAITING, STARTING) and self._monotonic() > it.expires_at
-
-    def _shown(self, it: Replacement) -> dict[str, Any]:
-        """With the lock held. Notes that it is too late, if it is."""
-        if self._is_late(it):
-            waited = it.phase == WAITING
-            it.because = (
-                "no weight update began in time, and nothing was changed"
-                if waited
-                else f"the new engine did not start within {START_SECONDS:g} s"
-            )
-            it.phase = FAILED
-        return it.to_dict()
+    def _end_late(self) -> None:
+        """With the lock held. An engine that has started and waits for weights is ended; one that is part of the
+        updates by now only where those change (`_withdraw`)."""
+        now = self._monotonic()
+        for it in self._orders.values():
+            if it.is_under_way and now > it.expires_at:
+                was, it.phase = it.phase, FAILED
+                it.because = {
+                    WAITING: f"no weight update began within {it.within_seconds:g} s, and nothing was changed",
+                    STARTING: f"the new engine did not start within {START_SECONDS:g} s",
+                    STARTED: f"the new engine ran, and no weight update began within {it.within_seconds:g} s",
+                    JOINING: f"the new engine did not get weights and requests within {it.within_seconds:g} s of its "
+                    f"weight update ({it.because})",
+                }[was]
+                logger.warning("rolecall did not replace rollout replica %s (%s): %s", it.replica, it.key, it.because)
+                if was == STARTED:
+                    self._discard(it.new)
 
     def _fail(self, it: Replacement, because: str) -> None:
         with self._lock:

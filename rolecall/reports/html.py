@@ -207,7 +207,8 @@ def _incident(incident: Report, key: str) -> str:
         else f"{in_words(incident['fault_class'])}: {', '.join(incident['suspects']) or 'no suspect'}"
     )
     css = "good" if incident["outcome"] == "resolved" else "bad"
-    rows = [("Found", _found(incident)), ("Times", incident["durations"]), ("Plan", _plan(incident))]
+    rows = [("Before that", earlier["because"]) for earlier in incident.get("before", ())]
+    rows += [("Found", _found(incident)), ("Times", incident["durations"]), ("Plan", _plan(incident))]
     if incident["also_hit"]:
         rows.append(("Also hit", "; ".join(incident["also_hit"])))
     rows += [("Held", text) for text in incident["held"]]

@@ -3,7 +3,7 @@ or say that they are assumed.
 
 Sources: [Llama 3] arXiv 2407.21783, section 3.3.4; [ByteRobust] arXiv 2509.16293; [RobustRL] arXiv 2512.22492;
 [FT-HSDP] arXiv 2602.00277; [DeadPool] arXiv 2607.01646; [trace] 584 faults of 400 GPU servers in 349 days (InfiniteHBD,
-SIGCOMM 2025), fitted by `benchmarks/fit_base_rates.py`; [assumed] our plausible choice.
+SIGCOMM 2025), fitted by `benchmarks/simulation/fit_base_rates.py`; [assumed] our plausible choice.
 """
 
 import math

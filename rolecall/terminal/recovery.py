@@ -235,6 +235,8 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
         because = incident["set_aside"] or (incident["because"] if outcome is None else past(incident["because"]))
         parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
+        for earlier in incident.get("before", ()):
+            add(("before that", SOFT), f": {past(earlier['because'])}")
         closed = f"; closed {ago(incident['closed_at'], now)}" if incident["closed_at"] is not None else ""
         add((f"opened {ago(incident['opened_at'], now)}{closed}", SOFT))
         if durations := incident.get("durations"):

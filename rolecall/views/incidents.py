@@ -208,6 +208,7 @@ class IncidentSummary:
             "confidence": diagnosis.confidence,
             "detectors": list(diagnosis.detectors),
             "because": diagnosis.because,
+            "before": [{"fault_class": str(d.fault_class), "because": d.because} for d in incident.told_before],
             "advice": diagnosis.advice,
             "evidence": [{"kind": e.kind, "text": e.text} for e in diagnosis.evidence],
             "onset": incident.first_diagnosis.onset,

@@ -276,10 +276,10 @@ def observing_run(
     watched: WatchedConfig | None = None,
 ) -> RunDir:
     """A run directory for a watch over these agents; continues one that a watch created under this name. `webhook_url`
-    replaces that of the configuration. Raises InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run
-    that rolecall started."""
+    replaces that of the configuration. `watched`: of the watch file; None: none was given. Raises InvalidId: `run_id`
+    is not valid; ConfigError: the name belongs to a run that rolecall started."""
     checked_id(run_id, "run id")
-    watched = watched or WatchedConfig()
+    file, watched = watched, watched or WatchedConfig()
     recovery = watched.recovery.model_dump(mode="json")
     recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
     value = {"name": run_id, "recovery": recovery, "detector": watched.detector.model_dump(mode="json")}
@@ -295,7 +295,7 @@ def observing_run(
             "run_id": run_id,
             "config": config,
             "agents": dict(agents),
-            "watched": watched.model_dump(mode="json", exclude={"recovery", "detector"}),
+            "watched": None if file is None else file.model_dump(mode="json", exclude={"recovery", "detector"}),
         }
     )
     Journal(run.database_url).close()  # creates it, so that other commands can read it

@@ -327,6 +327,13 @@ def _own_time(at: _At) -> _Answer:
     rank = at.rank
     if not rank.reports:
         return _Answer(Can.NO, "it reports nothing", at.how_to_report)
+    if rank.newest.busy_seconds > 0 and _may_include_waits(at):
+        return _Answer(
+            Can.PARTLY,
+            "the time of its units of work; that of a `reporter.step` includes what it waits for the other ranks in it",
+            "reporter.collective() around these waits, or reporter.progress(busy_seconds=...) "
+            "(docs/howto/instrument.md)",
+        )
     if rank.newest.busy_seconds > 0:
         return _Answer(Can.YES, "its own time, without what it waits for others")
     return _Answer(
@@ -334,6 +341,13 @@ def _own_time(at: _At) -> _Answer:
         "its units of work tell no time of their own",
         "reporter.progress(busy_seconds=...) or reporter.collective() in the loop (docs/howto/instrument.md)",
     )
+
+
+def _may_include_waits(at: _At) -> bool:
+    """Of a job that calls the reporter itself, and tells no wait for other ranks."""
+    newest = at.rank.newest
+    tells_waits = newest.collectives_entered or newest.exchanges
+    return newest.incarnation == UNCOUNTED and not at.rank.source and not tells_waits and at.of_role > 1
 
 
 def _collectives(at: _At) -> _Answer:

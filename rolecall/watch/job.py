@@ -33,6 +33,8 @@ SILENT_SECONDS = 30.0
 """A job none of whose ranks was sampled alive for this long has ended."""
 PROCESSES_MAX = 65_536
 """Processes whose job is remembered; beyond that only those of jobs that live."""
+EARLY_MAX = 1000
+"""Events of a job that are held until it is known whether it is watched."""
 _LAUNCHERS = ("torchrun", "slurm", "srun")
 """Rules and launchers that give all ranks of a job one rendezvous. The actors of one Ray job have several."""
 UNKNOWN_SECONDS = 30.0
@@ -154,6 +156,24 @@ class _Job:
     beside_at: float = 0.0  # when it was last seen to run beside the watched job
     is_warned_of: bool = False
     held: dict[ProcessId, AgentEvent] = field(default_factory=dict)  # registrations, until it is watched
+    early: list[AgentEvent] = field(default_factory=list)  # its other events meanwhile, unless it is another job
+
+    @property
+    def is_other(self) -> bool:
+        """It has run beside the watched one for too long to take its place soon."""
+        return self.beside_at - self.first_at > OVERLAP_SECONDS
+
+    def hold(self, event: AgentEvent) -> None:
+        if event.kind is AgentEventKind.REGISTERED and event.process is not None:
+            self.held[event.process] = event
+        elif len(self.early) < EARLY_MAX and not self.is_other:
+            self.early.append(event)
+
+    def release(self) -> tuple[AgentEvent, ...]:
+        events = (*self.held.values(), *self.early)
+        self.held.clear()
+        self.early.clear()
+        return events
 
     def sees(self, sample: ProcessSample, now: float) -> None:
         if not sample.alive:
@@ -207,14 +227,12 @@ class FirstJobSource:
                 if (job := self._of.get(sample.process)) is not None:
                     job.sees(sample, seen.wall_at)
         self._choose(seen.wall_at)
-        # A registration comes before the first sample, which decides: it is passed on then.
-        released = tuple(e for job in self._jobs.values() if job.is_watched for e in job.held.values())
-        for job in self._jobs.values():
-            if job.is_watched:
-                job.held.clear()
+        # Events come before the first sample, which decides: they are passed on then. An exit that is lost here would
+        # be known by a sample alone, without its signal.
+        released = tuple(e for job in self._jobs.values() if job.is_watched for e in job.release())
         for event in seen.events:
-            if event.kind is AgentEventKind.REGISTERED and event.process and not self._is_ours(event.process):
-                self._of[event.process].held[event.process] = event
+            if event.process is not None and not self._is_ours(event.process):
+                self._of[event.process].hold(event)
         seen = replace(seen, events=released + seen.events)
         if all(job.is_watched for job in self._jobs.values()):
             return seen
@@ -245,10 +263,11 @@ class FirstJobSource:
             watched = next((o for o in self._jobs.values() if o.is_watched and o.lives(now) and o.excludes(job)), None)
             if watched is not None:
                 job.beside_at = now
-            is_other = job.beside_at - job.first_at > OVERLAP_SECONDS
-            if watched is None and not is_other:
+            if job.is_other:
+                job.early.clear()
+            if watched is None and not job.is_other:
                 job.is_watched = True
-            elif watched is not None and is_other and not job.is_warned_of:
+            elif watched is not None and job.is_other and not job.is_warned_of:
                 job.is_warned_of = True
                 logger.warning(
                     "job %s also runs on these nodes and is not watched: this run watches job %s. Watch it in a run of "

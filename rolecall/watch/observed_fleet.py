@@ -7,7 +7,8 @@ what is seen: recovery then reads the same records as of a run of rolecall.
 
 A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped.
 
-Only the watch that leads writes. One that stands by takes over the leader's numbers, and adds what it sees itself.
+Only the watch that leads writes, under its lease: one that stood still while another led writes nothing more. One that
+stands by takes over the leader's numbers, and adds what it sees itself.
 """
 
 import json
@@ -17,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from rolecall.core.clock import Clock
-from rolecall.core.errors import InvalidId, JournalError
+from rolecall.core.errors import InvalidId, JournalError, LeaseFenced
 from rolecall.core.ids import NodeId, ProcessId, ReplicaId, split_replica
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, job_names
 from rolecall.detector.base.observation import Observation
@@ -138,8 +139,8 @@ class _Counted:
 class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
     replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
-    remembered all the same: an action on another replica must not end them. `leads`: whether this watch holds the
-    lease. `every`: all processes of the nodes, where `source` leaves other jobs out."""
+    remembered all the same: an action on another replica must not end them. `lease`: that of this watch; None: another
+    one leads. `every`: all processes of the nodes, where `source` leaves other jobs out."""
 
     def __init__(
         self,
@@ -147,17 +148,18 @@ class ObservedFleet:
         journal: Journal,
         clock: Clock,
         roles: frozenset[str],
-        leads: Callable[[], bool],
+        lease: Callable[[], Lease | None],
         every: EveryProcess | None = None,
     ) -> None:
         self._source, self._journal, self._clock, self._roles, self._every = source, journal, clock, roles, every
-        self._leads = leads
+        self._lease = lease
         self._replicas: dict[str, _Counted] = {}
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
         self._registered: dict[ProcessId, _Registered] = {}
         self._written: dict[str, tuple[int, ReplicaState]] = {}
-        self._kept, self._led = "", False
+        self._kept = ""
+        self._fence: int | None = None  # of the lease under which this one has led since it last read
         self._read()
 
     def members(self) -> list[tuple[int, Member]]:
@@ -184,17 +186,17 @@ class ObservedFleet:
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
-        leads = self._leads()
-        if not (leads and self._led):  # the leader before may have written since this one last read
+        lease = self._lease()
+        if lease is None or lease.fence != self._fence:  # another leader may have written since this one last read
             self._read()
-        self._led = leads
+        self._fence = None if lease is None else lease.fence
         for event in seen.events:
             self._take_event(event, seen.wall_at)
         for batch in seen.batches:
             for sample in batch.processes:
                 self._take_sample(sample)
-        if leads:
-            self._write()
+        if lease is not None:
+            self._write(lease)
         batches = tuple(replace(b, processes=tuple(map(self._counted, b.processes))) for b in seen.batches)
         return replace(seen, batches=batches, events=tuple(map(self._counted, seen.events)))
 
@@ -284,25 +286,29 @@ class ObservedFleet:
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write(self, lease: Lease) -> None:
         now = self._clock.monotonic()
         try:
             for replica, counted in self._replicas.items():
                 this = counted.incarnation, counted.state
                 if self._written.get(replica) != this and counted.ranks and now - counted.since >= SETTLE_SECONDS:
-                    self._write_replica(ReplicaId(replica), counted)
+                    self._write_replica(ReplicaId(replica), counted, lease)
                     self._written[replica] = this
             text = self._to_json()
             if text != self._kept:
-                self._journal.set_flag(FLAG, text)
+                self._journal.set_flag(FLAG, text, lease=lease)
                 self._kept = text
+        except LeaseFenced as e:  # what another leader has counted since is read with the next poll
+            self._fence = None
+            logger.warning("the observed replicas are not written: %s", e)
         except JournalError as e:  # the next poll writes it
             logger.warning("the observed replicas are not written: %s", e)
 
-    def _write_replica(self, replica: ReplicaId, counted: _Counted) -> None:
+    def _write_replica(self, replica: ReplicaId, counted: _Counted, lease: Lease) -> None:
         first = counted.ranks[min(counted.ranks)]
         node = NodeId(first.node)
-        self._journal.set_desired(Desired(replica=replica, incarnation=counted.incarnation, node=node, because=SEEN))
+        seen = Desired(replica=replica, incarnation=counted.incarnation, node=node, because=SEEN)
+        self._journal.set_desired(seen, lease=lease)
         self._journal.set_actual(
             Actual(
                 replica=replica,
@@ -312,14 +318,16 @@ class ObservedFleet:
                 pid=first.pid,
                 start_ticks=first.start_ticks,
                 because="a process of it has ended" if counted.ended else "",
-            )
+            ),
+            lease=lease,
         )
 
     def _to_json(self) -> str:
         kept: dict[str, list[Any]] = {}
         for replica, c in sorted(self._replicas.items()):
             ranks = [self._row(rank, p, p not in c.ended) for rank, p in c.ranks.items()]
-            kept[replica] = [c.incarnation, c.expected, ranks]
+            previous = [[p.node, p.pid, p.start_ticks] for p in sorted(c.previous)]
+            kept[replica] = [c.incarnation, c.expected, ranks, *([previous] if previous else [])]
         for process, (replica, rank) in self._uncounted.items():
             kept.setdefault(replica, [UNCOUNTED, 0, []])[2].append(self._row(rank, process, True))
         for process, replica, rank, registered in self._foreign():
@@ -350,7 +358,10 @@ class ObservedFleet:
                 counted.ended |= set() if lives else {process}
                 of[process] = replica, incarnation
                 self._registered[process] = registered
-        except (JournalError, ValueError, TypeError, AttributeError) as e:
+            for replica, process in _kept_previous(text):
+                replicas[replica].previous.add(process)
+                of[process] = replica, replicas[replica].incarnation - 1
+        except (JournalError, ValueError, TypeError, KeyError, AttributeError) as e:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
             return
         ended = [p for counted in self._replicas.values() for p in counted.ended]
@@ -386,12 +397,19 @@ def _member(replica: str, rank: int, process: ProcessId, registered: _Registered
 def _kept(text: str) -> Iterator[tuple[str, int, int, int, ProcessId, _Registered, bool]]:
     """(replica, incarnation, expected ranks, rank, process, registration, whether it lives) as the newest watch saw it.
     Raises ValueError, TypeError, AttributeError: what is kept is damaged."""
-    for replica, (incarnation, expected, ranks) in json.loads(text or "{}").items():
+    for replica, (incarnation, expected, ranks, *_) in json.loads(text or "{}").items():
         for rank, node, pid, start_ticks, *names, at, lives in ranks:
             process = ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
             job, rendezvous, pod_uid, slurm_step = map(str, names)
             registered = _Registered(job, rendezvous, pod_uid, slurm_step, float(at))
             yield replica, incarnation, expected, rank, process, registered, lives
+
+
+def _kept_previous(text: str) -> Iterator[tuple[str, ProcessId]]:
+    """(replica, process of the incarnation before the kept one). Raises as `_kept`."""
+    for replica, (_, _, _, *rest) in json.loads(text or "{}").items():
+        for node, pid, start_ticks in rest[0] if rest else ():
+            yield replica, ProcessId(node=NodeId(node), pid=pid, start_ticks=start_ticks)
 
 
 def kept_members(journal: Journal) -> list[tuple[int, Member]]:

@@ -305,12 +305,12 @@ def watch_run(
                 urls=lambda: listed.newest,
                 get=getter(lambda url: authorization or evidence_authorization(url)),
                 may_read_stacks=lambda url: evidence_authorization(url).startswith("Bearer "),
-                watched=watched if watched.actuator is not None else None,
+                watched=watched if value.get("watched") is not None else None,
             )
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
         if watched.actuator is not None:
             roles = frozenset(watched.roles)
-            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.acting, every)
+            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.lease, every)
             actuator = external = ExternalActuator(
                 target_of_config(watched.actuator),
                 journal,

@@ -24,6 +24,7 @@ from rolecall.agent.http.server import Endpoint, HttpServer, handlers, json_resp
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import NodeId
@@ -122,11 +123,20 @@ def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) ->
     the node, and its quarantine. A crash or hang there is none."""
     found = {str(node): ["it is quarantined"] for node in quarantined}
     for incident in incidents:
-        diagnosis = incident.diagnosis
-        if incident.state is not IncidentState.CLOSED and diagnosis.fault_class.spec.remedy is Remedy.MOVE:
-            for node in dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node):
-                found.setdefault(node, []).append(f"incident {incident.incident_id}: {plain(diagnosis.because, 300)}")
+        if incident.state is not IncidentState.CLOSED:
+            for node in culprit_nodes(incident.diagnosis):
+                because = f"incident {incident.incident_id}: {plain(incident.diagnosis.because, 300)}"
+                found.setdefault(node, []).append(because)
     return {node: tuple(reasons) for node, reasons in found.items()}
+
+
+def culprit_nodes(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """Nodes with which the fault stays. None if suspects are on several nodes, unless these are lost: of a link, a
+    switch or a collective that does not advance, the diagnosis does not say at which end it is."""
+    spec = diagnosis.fault_class.spec
+    nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))
+    is_known = spec.remedy is Remedy.MOVE and (len(nodes) == 1 or spec.loses_node)
+    return nodes if is_known else ()
 
 
 class WatchServer:

@@ -21,6 +21,7 @@ from rolecall.agent.node_health import Fitness, HealthServer, NodeFitness, ask_w
 from rolecall.agent.settings import load_agent_file
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.http import HttpAnswer, HttpFailed
@@ -29,6 +30,7 @@ from rolecall.core.journal.payloads import NodeQuarantined
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.node_faults import FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS
+from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.watch.addresses import ListenAddress
 from rolecall.watch.meter import Meter
 from rolecall.watch.server import JournalMetricsPoller, WatchServer
@@ -306,6 +308,33 @@ def test_a_watch_tells_of_incidents_that_stay_with_the_node(tmp_path: Path, faul
             eventually(lambda: heard(server.url, NodeId("node-9")), "the journal is read")
             assert ask_watch(server.url, node) == ()
         assert ask_watch(server.url, NodeId("another")) == ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "nodes", "unfit"),
+    [
+        (FaultClass.NETWORK, ("gpu-1",), {"gpu-1"}),
+        (FaultClass.NETWORK, ("gpu-1", "gpu-1"), {"gpu-1"}),
+        (FaultClass.NETWORK, ("gpu-1", "gpu-2"), set()),  # two ends of a link, or the members of a communicator
+        (FaultClass.GPU, ("gpu-1", "gpu-2"), set()),
+        (FaultClass.NODE_LOST, ("gpu-1", "gpu-2"), {"gpu-1", "gpu-2"}),
+        (FaultClass.HANG, ("gpu-1",), set()),
+    ],
+)
+def test_only_nodes_that_the_diagnosis_tells_to_be_at_fault_are_unfit(
+    tmp_path: Path, fault: FaultClass, nodes: Sequence[str], unfit: set[str]
+) -> None:
+    suspects = tuple(
+        Suspect(node=NodeId(node), role="trainer", replica="trainer/0", rank=rank) for rank, node in enumerate(nodes)
+    )
+    found = Diagnosis(
+        suspects=suspects, fault_class=fault, onset=1.0, detected_at=2.0, confidence=0.8, because="it stands still"
+    )
+    world = World(tmp_path)
+    name = open_incident(world.journal, IncidentProjection(), found)
+    poller = JournalMetricsPoller(world.journal, parse_job({}), "test-run", world.clock, ours=False)
+    assert poller.poll() and poller.unfit is not None and set(poller.unfit) == unfit
+    assert all(reasons == (f"incident {name}: it stands still",) for reasons in poller.unfit.values())
 
 
 def test_another_answer_than_a_watchs_is_an_error(tmp_path: Path) -> None:

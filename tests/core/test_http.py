@@ -64,12 +64,40 @@ def test_without_a_listener(server: PageServer) -> None:
     server.close()
     with pytest.raises(HttpFailed, match="connection refused") as e:
         get(server)
-    assert e.value.refused
+    assert e.value.refused and e.value.unsent
 
 
 def test_a_url_that_is_none() -> None:
-    with pytest.raises(HttpFailed):
+    with pytest.raises(HttpFailed) as e:
         request("GET", "http://[::1", deadline_seconds=1.0, bytes_max=10)
+    assert e.value.unsent
+
+
+def test_what_failed_before_anything_was_sent_had_no_effect(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No TLS, no name, and no connection."""
+    server.answer = b"HTTP/1.1 200 OK\r\n\r\n"  # not TLS
+
+    def no_name(*_: object, **__: object) -> list[object]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    with pytest.raises(HttpFailed) as no_tls:
+        request("POST", server.url.replace("http:", "https:"), deadline_seconds=10.0, bytes_max=100)
+    monkeypatch.setattr(socket, "getaddrinfo", no_name)
+    with pytest.raises(HttpFailed, match="Name or service not known") as unknown:
+        request("POST", "http://no-such-host.invalid:1/", deadline_seconds=10.0, bytes_max=10)
+    assert no_tls.value.unsent and unknown.value.unsent
+
+
+def test_what_ends_after_the_request_was_sent_may_have_had_its_effect(server: PageServer) -> None:
+    server.answer = lambda connection: connection.close()
+    with pytest.raises(HttpFailed) as closed:
+        request("POST", server.url, deadline_seconds=10.0, bytes_max=100, content=b"x")
+    server.answer = lambda connection: server.ending.wait()
+    with pytest.raises(HttpFailed, match="no whole answer within") as late:
+        request("POST", server.url, deadline_seconds=0.5, bytes_max=100, content=b"x")
+    assert not closed.value.unsent and not late.value.unsent and late.value.late
 
 
 def test_a_request_for_the_status_does_not_wait_for_the_body(server: PageServer) -> None:
@@ -94,6 +122,7 @@ def test_a_name_lookup_that_hangs_ends_with_the_deadline(monkeypatch: pytest.Mon
         with pytest.raises(HttpFailed) as failed:
             request("GET", "http://no-such-host.invalid:1/", deadline_seconds=0.2, bytes_max=10)
         assert failed.value.late and not ended.is_set(), "the request waited for the lookup"
+        assert failed.value.unsent
     finally:
         released.set()
 
@@ -102,4 +131,4 @@ def test_a_name_lookup_that_hangs_ends_with_the_deadline(monkeypatch: pytest.Mon
 def test_a_header_that_cannot_be_sent_is_told_without_its_value(server: PageServer, token: str) -> None:
     with pytest.raises(HttpFailed, match="the value of Authorization has a character") as e:
         request("GET", server.url, deadline_seconds=5.0, bytes_max=100, headers={"Authorization": f"Bearer {token}"})
-    assert "secret-" not in str(e.value)
+    assert "secret-" not in str(e.value) and e.value.unsent

@@ -6,11 +6,7 @@ replica, ends the run, and leaves no process (Ctrl-C: test_operating.py; kill -9
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,10 +15,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.algorithm import AlgorithmName
-from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import Actual
 from rolecall.core.rundir import RunDir
-from rolecall.rl_runtime.cluster.actors import report_tokens
+from rolecall.testing.token_counter import TokenCounter
 from tests.e2e.runs import DemoRun, alive, check_algorithm, command, demo_run
 from tests.support import eventually
 
@@ -35,46 +29,6 @@ WINDOW_STEPS = 2.5
 """In each stretch of this many seconds, or of this many steps if those take longer, the other rollouts together must
 generate something. Once a step they all load new weights, which takes seconds on a loaded machine."""
 FREE_NODE = "node-6"  # 7 nodes: the first, two trainers, three rollouts, and this one
-
-
-@dataclass
-class TokenCounter:
-    """Tokens that each process of a rollout has generated, read from its state page."""
-
-    run: RunDir
-    seen: list[tuple[float, dict[str, int]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._stop, self._read = threading.Event(), report_tokens(self.run)
-
-    def _count(self) -> None:
-        with closing(Journal(self.run.database_url, create=False)) as journal:
-            while not self._stop.wait(0.2):
-                rollouts = [a for r, a in journal.current().items() if r.startswith("rollout/")]
-                self.seen.append((time.time(), {a.replica: self._tokens(a) for a in rollouts}))
-
-    def _tokens(self, record: Actual) -> int:
-        return self._read(record) or 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        thread = threading.Thread(target=self._count, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            thread.join(10)
-
-    def rates(self, replicas: set[str], since: float, until: float, window_seconds: float) -> list[float]:
-        """Tokens a second of these replicas together, in each window."""
-        counts = [(at, sum(by[r] for r in replicas)) for at, by in self.seen if since <= at <= until]
-        found, first = [], counts[0]
-        for at, number in counts:
-            if at - first[0] >= window_seconds:
-                found.append((number - first[1]) / (at - first[0]))
-                first = (at, number)
-        return found
 
 
 def _lose_node(run: DemoRun, replica: str) -> tuple[str, float]:

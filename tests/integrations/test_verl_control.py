@@ -2,18 +2,29 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from rolecall.core.config.actuators import VerlActuator
 from rolecall.core.http import HttpAnswer, request
-from rolecall.integrations import verl_engines
-from rolecall.integrations.verl_control import ADDRESS, BODY_BYTES_MAX, TOKEN_FILE, Control, control_of
+from rolecall.integrations import verl_control, verl_engines
+from rolecall.integrations.verl_control import (
+    ADDRESS,
+    BODY_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    REQUESTS_MAX,
+    TOKEN_FILE,
+    Control,
+    control_of,
+)
 from rolecall.recovery.actuators.targets.verl import Verl
 from tests.integrations.verl_fake import FakeJob, fake_job
 from tests.recovery.actuators.driving import Driven, drive, member, order
+from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "s3cret"
 
@@ -142,6 +153,77 @@ def test_bad_requests(url: str, job: FakeJob, method: str, path: str, body: obje
     assert answer.status == status
     assert status == 501 or json.loads(answer.body)["error"]
     assert job.replacements.state("k") is None
+
+
+def connected(url: str) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=PATIENCE_SECONDS)
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return client
+
+
+class Trickle(threading.Thread):
+    """A client that sends one byte after the other, more often than any timeout of a read, until the server ends it."""
+
+    def __init__(self, url: str, first: bytes = b"") -> None:
+        super().__init__(daemon=True)
+        self.client, self.stop, self.ended = connected(url), threading.Event(), False
+        self.client.sendall(first)
+        self.start()
+
+    def run(self) -> None:
+        self.client.settimeout(0.02)
+        while not self.stop.is_set():
+            try:
+                self.client.send(b"x")
+                self.ended = not self.client.recv(1000)
+                if self.ended:
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                self.ended = True
+                return
+
+    def close(self) -> None:
+        self.stop.set()
+        self.join()
+        self.client.close()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"GET /v1/replicas HTTP/1.1\r\nX: ",
+        f"PUT /v1/replacements/k HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9000\r\n\r\n".encode(),
+    ],
+    ids=["line", "head", "body"],
+)
+def test_clients_that_send_slowly_hold_no_place_for_long(
+    url: str, monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
+    monkeypatch.setattr(verl_control, "REQUEST_SECONDS", 0.3)
+    slow = [Trickle(url, first) for _ in range(REQUESTS_MAX)]
+    try:
+        eventually(lambda: all(one.ended for one in slow), "the server has ended them")
+        assert ask(url).status == 200
+    finally:
+        for one in slow:
+            one.close()
+
+
+def test_a_head_without_end_is_cut_off(url: str) -> None:
+    with connected(url) as client:
+        client.sendall(b"GET /v1/replicas HTTP/1.1\r\nX: ")
+        with suppress(OSError):  # it is closed while we send
+            client.sendall(b"x" * (1 << 20))
+        answer = b""
+        with suppress(ConnectionError):
+            while part := client.recv(1000):
+                answer += part
+    assert b"200" not in answer.partition(b"\r\n")[0]
+    assert HEAD_BYTES_MAX < 65536, "http.server's own limit is for one line, and there may be a hundred"
+    assert ask(url).status == 200
 
 
 def test_what_ray_cannot_tell_is_an_error_of_the_answer(url: str, job: FakeJob) -> None:

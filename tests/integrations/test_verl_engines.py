@@ -109,6 +109,41 @@ def llm_server() -> Any:
     return module
 
 
+def test_a_process_is_told_with_the_names_of_its_host() -> None:
+    """Two hosts may have the same PID."""
+    actors = {
+        "a": {"Pid": 7, "State": "ALIVE", "StartTime": 5000, "Address": {"IPAddress": "10.0.0.1", "NodeID": "n"}},
+        "b": {"Pid": 7, "State": "DEAD", "StartTime": 6000, "Address": {"IPAddress": "10.0.0.2", "NodeID": "m"}},
+        "c": {},
+    }
+    nodes = [
+        {
+            "NodeID": "n",
+            "NodeManagerHostname": "gpu-1.example",
+            "NodeName": "10.0.0.1",
+            "NodeManagerAddress": "10.0.0.1",
+        },
+        {"NodeID": "other", "NodeManagerHostname": "gpu-9"},
+    ]
+    asked = []
+    ray: Any = sys.modules["ray"]
+    ray._private = SimpleNamespace(state=SimpleNamespace(actors=lambda name: actors[name]))
+    ray.nodes = lambda: asked.append(1) or nodes
+    handles = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda name=name: name)) for name in actors]
+    cluster = verl_engines.RayCluster()
+    one = SimpleNamespace(servers=handles[:1], workers=handles[1:])
+    found = cluster.processes(one)
+    assert [(p["pid"], p["host"], p["names"], p["alive"], p["server"]) for p in found] == [
+        (7, "10.0.0.1", ["gpu-1.example", "10.0.0.1"], True, True),
+        (7, "10.0.0.2", [], False, False),
+        (0, "", [], False, False),
+    ]
+    assert found[0]["started_at"] == 5.0
+    num_asked = len(asked)
+    cluster.processes(SimpleNamespace(servers=handles[:1], workers=[]))
+    assert len(asked) == num_asked, "names of a node do not change"
+
+
 def client_of(module: Any, *plan: Exception | str, servers: tuple[str, ...] = ("s0", "s1")) -> Any:
     client = module.FullyAsyncLLMServerClient(Balancer(*servers))
     client.plan = list(plan)

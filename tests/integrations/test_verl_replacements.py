@@ -1,10 +1,11 @@
 """A standalone rollout replica of verl is replaced at weight updates: phases, refusals, and what fails."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
-from rolecall.integrations.verl_replacements import KEPT_MAX, START_SECONDS, Refused
+from rolecall.integrations.verl_replacements import KEPT_MAX, ROUTE_SECONDS, START_SECONDS, Refused
 from tests.integrations.verl_fake import FakeJob, Manager, Replica, fake_job
 
 
@@ -185,6 +186,64 @@ def test_an_order_that_no_update_took_up_is_withdrawn() -> None:
     job.replacements.order("again", 1, "e1", 60)
     job.update()
     assert job.phase("again") == "starting"
+
+
+def test_an_engine_that_no_update_takes_up_is_given_up_and_ended() -> None:
+    job = started(fake_job())
+    job.now.seconds += 61
+    assert job.replacements.state("k") == {
+        "key": "k",
+        "replica": 1,
+        "phase": "failed",
+        "because": "the new engine ran, and no weight update began within 60 s",
+    }
+    job.run_threads()
+    assert job.cluster.ended == ["e1", "new-1"], "it holds no devices any more"
+    job.update()
+    assert job.manager.updated[-1] == ["e0", "e2"] and job.phase("k") == "failed"
+    job.replacements.order("again", 1, "e1", 60)
+    job.update()
+    job.run_threads()
+    job.update()
+    assert job.phase("again") == "serving" and job.manager.updated[-1] == ["e0", "e2", "new-2"]
+
+
+def test_one_that_is_given_up_is_told_without_a_further_update() -> None:
+    """A listing, or an order for another replica, says so, too: nobody may ask for this one again."""
+    job = started(fake_job())
+    job.now.seconds += 61
+    assert job.replacements.order("other", 2, "e2", 60)["phase"] == "waiting", "one at a time, and that one is over"
+    job.run_threads()
+    assert job.cluster.ended == ["e1", "new-1"]
+
+
+def test_an_update_that_does_not_end_gives_the_new_engine_up() -> None:
+    job = started(fake_job())
+    asyncio.run(job.replacements.before_update(job.manager))
+    assert job.phase("k") == "joining"
+    job.now.seconds += 61
+    state = job.replacements.state("k")
+    assert state is not None and state["phase"] == "failed"
+    assert state["because"].endswith("within 60 s of its weight update (the new engine gets weights)")
+    assert job.threads == [] and "new-1" in [r.engine for r in job.manager.replicas], "it is part of that update"
+    asyncio.run(job.replacements.after_update(job.manager))
+    job.run_threads()
+    assert [r.engine for r in job.manager.replicas] == ["e0", "e2"] and job.cluster.ended == ["e1", "new-1"]
+    assert "new-1" not in job.balancer.engines
+
+
+def test_a_balancer_that_never_takes_the_new_engine_ends_the_order() -> None:
+    job = started(fake_job())
+    job.balancer.fails = True
+    job.update()
+    assert job.phase("k") == "joining"
+    job.now.seconds += ROUTE_SECONDS + 1
+    job.balancer.fails = False
+    job.update()
+    job.run_threads()
+    state = job.replacements.state("k")
+    assert state is not None and state["phase"] == "failed" and "the balancer did not take" in state["because"]
+    assert job.manager.updated[-1] == ["e0", "e2"] and job.cluster.ended == ["e1", "new-1"]
 
 
 def test_a_balancer_that_does_not_answer_keeps_the_replica() -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import IncidentOpened, IncidentUpdated
 from rolecall.recovery.actuators.base import NoopActuator
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import REDISCOVERY_SECONDS, Watch
@@ -193,6 +195,34 @@ def test_a_silent_detector_ends_nothing(world: World) -> None:
     world.detector.observe = observe  # type: ignore[method-assign]
     world.run(3, watch)
     assert [i.outcome for i in world.incidents()] == [None]
+
+
+def test_a_second_fault_of_its_replica_leaves_the_first_one_told(world: World) -> None:
+    """One incident is open for a replica: it keeps what it was opened for, and says what was added."""
+    watch = _external(world)
+
+    def found(fault: FaultClass, rank: int, because: str) -> Diagnosis:
+        one = diagnosis(fault, ("trainer/0", 1), onset=world.clock.wall(), because=because)
+        return replace(one, suspects=tuple(replace(s, rank=rank) for s in one.suspects))
+
+    first = found(FaultClass.CRASH, 1, "rank 1 crashed")
+    world.detector.extra = [first]
+    world.run(3, watch)
+    world.detector.extra = [first, found(FaultClass.HANG, 3, "rank 3 hangs")]
+    world.run(3, watch)
+    (opened,), (updated,) = world.events(K.INCIDENT_OPENED), world.events(K.INCIDENT_UPDATED)
+    assert opened.as_(IncidentOpened).diagnosis.because == "rank 1 crashed"
+    change = updated.as_(IncidentUpdated)
+    assert change.diagnosis.because == "rank 3 hangs" and change.relation.startswith("a second fault of a replica")
+    assert [d.because for d in world.only().told_before] == ["rank 1 crashed"]
+
+    location = JournalLocation(world.url)
+    (shown,) = queries.incidents(location)
+    assert shown["because"] == "rank 3 hangs"
+    assert shown["before"] == [{"fault_class": "crash", "because": "rank 1 crashed"}]
+    (whole,) = queries.incidents(location, shown["incident_id"])
+    text = [queries.event_text(e) for e in whole["events"] if e["kind"] == K.INCIDENT_UPDATED]
+    assert text == [f"incident updated: rank 3 hangs ({change.relation})"]
 
 
 def test_status_shows_it_with_exit_code_1(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId
 from rolecall.core.membership import ReplicaState
@@ -93,3 +93,22 @@ def test_one_that_has_worked_since_has_a_fault_of_its_own() -> None:
 
     assert action(HEALTHY) is TriageAction.OPEN
     assert action(AT_FAULT) is TriageAction.FAIL, "the restart was to help this one"
+
+
+def _of_rank(fault: FaultClass, rank: int | None, because: str = "") -> Diagnosis:
+    found = diagnosis(fault, (AT_FAULT, 1), because=because)
+    return replace(found, suspects=tuple(replace(s, rank=rank) for s in found.suspects))
+
+
+@pytest.mark.parametrize(
+    ("found", "relation"),
+    [
+        (_of_rank(F.HANG, 3), "a second fault of a replica whose incident is open: now rank 3 of trainer/0"),
+        (_of_rank(F.HANG, 1), "it was diagnosed as crash before: more is known of the fault"),
+        (_of_rank(F.HANG, None), "it was diagnosed as crash before: more is known of the fault"),
+    ],
+)
+def test_an_update_of_an_open_incident_says_how_it_is_related_to_it(found: Diagnosis, relation: str) -> None:
+    first = incident("inc-1-x", _of_rank(F.CRASH, 1), plan(AT_FAULT, incident="inc-1-x"))
+    taken = triage(found, [first], fleet(), reported_before=False)
+    assert (taken.kind, taken.incident_id) == (TriageAction.UPDATE, "inc-1-x") and taken.because.startswith(relation)

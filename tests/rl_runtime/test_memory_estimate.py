@@ -1,6 +1,6 @@
 """The estimate of memory: sizes of models, what each setting adds, and what does not fit.
 
-Whether the numbers are right is measured by `benchmarks/memory.py`.
+Whether the numbers are right is measured by `benchmarks/runtime/memory/`.
 """
 
 from pathlib import Path

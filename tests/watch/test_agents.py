@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import bearer_token
 from rolecall.detector.sources.agents import AgentsSource
-from rolecall.watch.agents import listed, named_agents, node_of
+from rolecall.watch.agents import listed, named_agents, node_of, observing_run
 from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
 from tests.agent.test_settings import QUIET, running
 from tests.support import eventually
@@ -57,3 +58,9 @@ def test_an_agent_with_tls_and_users_is_named_and_read(tmp_path: Path, monkeypat
 def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="neither"):
         listed(text)
+
+
+def test_a_run_tells_a_watch_file_without_an_actuator_from_none(tmp_path: Path) -> None:
+    """A page says either that no watch file was given, or that it names no actuator."""
+    assert observing_run(tmp_path, "none", {}).read()["watched"] is None
+    assert observing_run(tmp_path, "file", {}, watched=parse_watched({})).read()["watched"]["actuator"] is None

@@ -91,6 +91,8 @@ ALONE = (rank_of(sample(phase=Phase.WAIT, **WORKS), sample(phase=Phase.STEP, **W
 TWO_LINES = tuple(replace(r, samples=r.samples[1:]) for r in reporting())
 STARTED = (rank_of(sample(phase=Phase.START), source="integration"),)
 VALUES = reporting(loss=0.5)
+IN_STEPS = reporting(busy_seconds=9.0)
+IN_COLLECTIVES = reporting(busy_seconds=9.0, collectives_entered=100)
 NO_STACKS = replace(AGENT, stacks="py-spy is not installed")
 NO_TOKEN = replace(AGENT, stacks=None)
 GPUS = replace(
@@ -160,6 +162,11 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
     "steps by two lines": (TWO_LINES, AGENT, SEEN, "steps", Y, "the job's own calls", ""),
     "two lines between steps": (TWO_LINES, NO_TOKEN, NAMED, "hang between steps", Y, "the same between steps", ""),
     "no time of its own": (TWO_LINES, AGENT, SEEN, "own time of a step", N, "no time", "busy_seconds"),
+    "time of whole steps": (IN_STEPS, AGENT, SEEN, "own time of a step", P, "includes what it waits", "collective()"),
+    "slow by whole steps": (IN_STEPS, AGENT, NAMED, "slow", P, "differs from its 3 peers", "collective()"),
+    "time beside collectives": (IN_COLLECTIVES, AGENT, SEEN, "own time of a step", Y, "without what it waits", ""),
+    "time of one rank": (reporting(1, busy_seconds=9.0), AGENT, SEEN, "own time of a step", Y, "its own time", ""),
+    "time by hooks": (HOOKED, AGENT, SEEN, "own time of a step", Y, "without what it waits", ""),
     "has only started": (STARTED, AGENT, SEEN, "steps", P, "none yet, from the integration", "first step"),
     "a first step": (STARTED, AGENT, NAMED, "hang in a step", P, "only started", "first steps"),
     "no values": (TWO_LINES, AGENT, NAMED, "values that are not finite", N, "reports none", "reporter.update"),

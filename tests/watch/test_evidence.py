@@ -577,6 +577,43 @@ def test_evidence_of_a_stopped_process_says_that_it_is_stopped(tmp_path: Path) -
     assert "its own code" in str(unknown.statements) and "cannot be identified" in str(unknown.findings)
 
 
+KILLED = (
+    "[  101.0] {} Killed process {} ({}) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:1kB"
+)
+OF_ITS_CGROUP, OF_THE_HOST = "Memory cgroup out of memory:", "Out of memory:"
+
+
+def kernel_log(path: Path, *kills: tuple[str, int, str]) -> list[EvidenceFile]:
+    path.write_text("".join(KILLED.format(*kill) + "\n" for kill in kills))
+    return [EvidenceFile(kind=EvidenceKind.KERNEL, path=path)]
+
+
+def test_only_kills_of_the_jobs_own_processes_are_findings(tmp_path: Path) -> None:
+    files = kernel_log(
+        tmp_path / "kernel-node-1.log",
+        (OF_THE_HOST, 812, "chrome"),
+        (OF_ITS_CGROUP, 813, "backup"),
+        (OF_THE_HOST, 4711, "python3"),
+    )
+    analysis = analyse_evidence(files, ours=[("node-1", 4711), ("node-2", 812)])
+    (found,) = analysis.findings
+    assert found.fault_class is FaultClass.RESOURCE_EXHAUSTED
+    assert "the kernel killed python3 (4711" in found.because and "chrome" not in str(found)
+    of_the_host, of_its_cgroup = [text for text in analysis.statements if "killed" in text]
+    assert of_the_host == (
+        "kernel: on node-1 it killed chrome (812), which are no ranks of this job: the whole host was short of memory"
+    )
+    assert of_its_cgroup.endswith(
+        "backup (813), which are no ranks of this job: the limit of their own cgroup was reached"
+    )
+
+
+def test_kills_of_others_alone_are_no_finding_and_unknown_processes_leave_all(tmp_path: Path) -> None:
+    files = kernel_log(tmp_path / "kernel-node-1.log", (OF_THE_HOST, 812, "chrome"))
+    assert analyse_evidence(files, ours=[("node-1", 4711)]).findings == []
+    assert len(analyse_evidence(files).findings) == 1
+
+
 def test_a_stopped_suspect_is_known_when_its_evidence_is_requested() -> None:
     runs, stops = subject(7, 1, 0), subject(8, 1, 1)
     assert stops.sample is not None

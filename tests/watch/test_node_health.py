@@ -1,23 +1,25 @@
 """What NVSentinel says of a node becomes evidence of the incidents there; nothing is changed."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.core.clock import SystemClock
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.watched import NvSentinelConfig, parse_watched
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
+from rolecall.core.http import HttpAnswer, HttpFailed
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.rundir import create_run_dir
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.watch.evidence.node_health import NodeHealth, NvSentinelHealth, told
 from rolecall.watch.evidence.pull import EvidencePull
 from tests.recovery.actuators.kubernetes_fake import FakeKubernetes, served
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 NODE = "gpu-3"
 PREFIX = "k8saas.nvidia.com/"
@@ -111,6 +113,49 @@ def test_a_node_that_cannot_be_read_is_missing(fake: FakeKubernetes, health: NvS
 def test_without_a_server_no_second_node_is_asked_for() -> None:
     health = NvSentinelHealth(NvSentinelConfig(api="http://127.0.0.1:9", token_path="", ca_path=""))
     assert health(["a", "b"]).missing == ("what NVSentinel says of a, b: connection refused",)
+
+
+def test_many_slow_reads_end_at_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen nodes, each answered a moment before its own deadline, would hold the evidence up for minutes."""
+    clock, asked = FakeClock(), list[float]()
+
+    def slow(*_: object, deadline_seconds: float, **__: object) -> HttpAnswer:
+        asked.append(deadline_seconds)
+        if deadline_seconds < 3.0:
+            clock.advance(deadline_seconds)
+            raise HttpFailed("no whole answer", late=True)
+        clock.advance(3.0)
+        return HttpAnswer(200, b'{"kind": "Node", "spec": {"unschedulable": true}}')
+
+    monkeypatch.setattr("rolecall.watch.evidence.node_health.request", slow)
+    config = NvSentinelConfig(api="http://127.0.0.1:9", token_path="", ca_path="", call_seconds=5)
+    began, nodes = clock.monotonic(), [f"n{n}" for n in range(20)]
+    found = NvSentinelHealth(config, clock)(nodes, 10.0)
+    assert clock.monotonic() - began == 10.0 and asked == [5.0, 5.0, 4.0, 1.0]
+    (missing,) = found.missing
+    assert missing == f"what NVSentinel says of {', '.join(nodes[3:16])}: no whole answer"
+    assert "not read within 0 s" in NvSentinelHealth(config, clock)(nodes, 0.0).missing[0]
+
+
+def test_an_api_that_never_answers_delays_neither_findings_nor_the_record(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path / "runs", "run-1")
+    run.write({"run_id": "run-1", "config": {}})
+    never = threading.Event()
+
+    def hangs(nodes: Sequence[str], seconds: float) -> NodeHealth:
+        never.wait(PATIENCE_SECONDS)
+        return NodeHealth(("too late",))
+
+    pull = EvidencePull(run, dict, lambda _: "", list, SystemClock(), deadline_seconds=0.2, node_health=hangs)
+    found: list[CollectedEvidence] = []
+    try:
+        pull.request("inc-1-x", diagnosis())
+        eventually(lambda: found.extend(pull.collected()) or found, "the evidence is reported")
+        assert not never.is_set()
+    finally:
+        never.set()
+        pull.close()
+    assert f"what another system says of {NODE}: nothing within 0.2 s" in found[0].payload.missing
 
 
 def test_without_its_token_the_file_is_named(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId, ProcessId, ReplicaId
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.actuators.targets.target import Member
+from rolecall.recovery.loop import LEASE_NAME
 from rolecall.watch.observed_fleet import (
     FLAG,
     FRESH_SECONDS,
@@ -25,6 +26,7 @@ from rolecall.watch.observed_fleet import (
 )
 
 S = ReplicaState
+LEASE_SECONDS = 1000.0
 ROLES = frozenset({"rollout"})
 
 
@@ -47,12 +49,18 @@ class Fleet:
         self.clock = FakeClock()
         self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
         self.leads = True
+        self.held = self.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS)
         self.start()
+
+    @property
+    def lease(self) -> Lease | None:
+        """As a watch knows its lease, which may be over."""
+        return self.held if self.leads else None
 
     def start(self) -> None:
         """A watch that has just started."""
         self.source = Source()
-        self.fleet = ObservedFleet(self.source, self.journal, self.clock, ROLES, lambda: self.leads)
+        self.fleet = ObservedFleet(self.source, self.journal, self.clock, ROLES, lambda: self.lease)
 
     def see(
         self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
@@ -277,7 +285,7 @@ class OneRun:
 def test_processes_of_jobs_that_are_left_out_are_known_and_kept(it: Fleet) -> None:
     """A command that ends a node, or a job of Slurm, ends them too."""
     every = EveryProcess(it.source)
-    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: True, every)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: it.lease, every)
     theirs = process(200)
     told = it.event(AgentEventKind.REGISTERED, theirs, A)
     it.see(
@@ -292,7 +300,7 @@ def test_processes_of_jobs_that_are_left_out_are_known_and_kept(it: Fleet) -> No
 
 def test_one_that_its_agent_no_longer_samples_has_ended(it: Fleet) -> None:
     every = EveryProcess(it.source)
-    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: True, every)
+    it.fleet = ObservedFleet(OneRun(every), it.journal, it.clock, ROLES, lambda: it.lease, every)
     elsewhere = process(300, node="n-2")
     it.see((A, 0, process(10)), (B, 0, process(200)), (B, 0, elsewhere))
     it.clock.advance(SILENT_SECONDS + SWEEP_SECONDS)
@@ -346,3 +354,46 @@ def test_a_watch_that_takes_over_knows_what_the_leader_wrote_last(it: Fleet) -> 
     it.see((A, 0, process(30)))
     assert sorted((n, m.pid) for n, m in it.fleet.members()) == [(3, 30)]
     assert sorted((n, m.pid) for n, m in kept_members(it.journal)) == [(3, 30)]
+
+
+def test_a_leader_that_stood_still_past_its_lease_writes_nothing_more(
+    it: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It still takes itself for the leader when it goes on: its next tick renews the lease, after this poll."""
+    for _ in range(2):
+        it.see((A, 0, process(10)))
+    stale, source = it.fleet, it.source
+    it.clock.advance(LEASE_SECONDS + 1.0)
+    old, it.held = it.held, it.journal.acquire(LEASE_NAME, "second", LEASE_SECONDS)
+    it.start()
+    for pid in (10, 20):
+        for _ in range(2):
+            it.see((A, 0, process(pid)))
+    assert it.state(A) == (2, 2, S.SERVING, 20)
+    kept = it.journal.flag(FLAG)
+
+    it.fleet, it.source, it.held = stale, source, old
+    for _ in range(2):
+        it.see((A, 0, process(30)), (B, 0, process(40)))
+    assert it.journal.flag(FLAG) == kept and it.state(A) == (2, 2, S.SERVING, 20)
+    assert ReplicaId(B) not in it.journal.desired() and "has been superseded" in caplog.text
+
+    it.clock.advance(LEASE_SECONDS + 1.0)
+    it.held = it.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS)
+    for _ in range(2):
+        it.see((A, 0, process(30)))
+    assert it.state(A) == (3, 3, S.SERVING, 30), "it goes on from what the other one has counted"
+
+
+def test_a_watch_that_takes_over_knows_the_processes_of_the_incarnation_before(it: Fleet) -> None:
+    """One of them ends slowly on another node, where start times tell nothing."""
+    old, new = process(10, "n-1"), process(20, "n-2")
+    it.see((A, 0, old))
+    for _ in range(2):
+        it.see((A, 0, new))
+    it.start()
+    for _ in range(2):
+        it.see((A, 0, old), (A, 0, new))
+    assert it.state(A) == (2, 2, S.SERVING, 20)
+    assert [(n, m.pid) for n, m in it.fleet.members()] == [(2, 20)]
+    assert [(n, m.pid) for n, m in kept_members(it.journal)] == [(2, 20)]

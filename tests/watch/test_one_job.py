@@ -1,6 +1,6 @@
 """One of several jobs on the same nodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -123,6 +123,26 @@ def test_a_registration_that_comes_before_the_first_sample_is_passed_on_with_it(
     assert jobs.run(1.0) == {100, 200}
     (event,) = [e for seen in jobs.heard for e in seen.events]
     assert event.process is not None and event.process.pid == 200 and event.detail == known
+
+
+def test_an_exit_that_comes_before_the_first_sample_is_passed_on_with_it() -> None:
+    """A watch is woken by events, and gets the samples of the same answer a moment later. Without its exit event the end
+    of a rank was told as "status unknown"."""
+    it, killed = TorchrunJob([]), Rank(1, 101)
+    it.ranks = [Rank(0, 100), killed]
+    for r in it.ranks:
+        it.event(AgentEventKind.REGISTERED, r, launcher="torchrun", job="run-h:1", rendezvous="h:1")
+    it.exits(killed, signal="9")
+    seen: list[Observation] = []
+    it.detector.observe = lambda observation: seen.append(observation) or []  # type: ignore[method-assign,func-returns-value]
+    it.run(0.5)
+    source = _Source(replace(seen[0], batches=()))
+    passed = FirstJobSource(source)
+    assert passed.poll(0.1).events == ()
+    source.observation = replace(seen[0], events=())
+    events = passed.poll(0.1).events
+    assert [e.kind for e in events] == [AgentEventKind.REGISTERED] * 2 + [AgentEventKind.EXITED]
+    assert events[-1].detail["signal"] == "9" and passed.poll(0.1).events == (), "once"
 
 
 def test_a_job_that_takes_a_free_name_is_another_job() -> None:

@@ -203,13 +203,18 @@ def _plan_words(event: Event) -> str:
     return action_words(payload.plan)
 
 
+def _updated(payload: IncidentUpdated) -> str:
+    because = payload.diagnosis.because
+    return f"{because} ({payload.relation})" if payload.relation else because
+
+
 def action_words(plan: Plan) -> str:
     return plain(plan.words, WORDS_MAX)
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_OPENED: (TimelineEntryKind.DETECTED, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: e.as_(IncidentUpdated).diagnosis.because),
+    K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: _updated(e.as_(IncidentUpdated))),
     K.EVIDENCE_COLLECTED: (TimelineEntryKind.EVIDENCE, _because("collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
     K.PLAN_BLOCKED: (

@@ -147,7 +147,7 @@ LEVEL_STEPS: Final = 8
 """Number of steps whose median is a level."""
 CLEAR_SHARE: Final = 0.25
 """A drop is clear if it exceeds a quarter of the level, or of the run's total gain if that is larger. Healthy runs
-dropped by at most a twelfth for this long (benchmarks/collapse.py)."""
+dropped by at most a twelfth for this long (benchmarks/detection/collapse/)."""
 NOISE_FACTOR: Final = 4.0
 """A clear drop must also exceed this multiple of the step-to-step noise, for rewards that are small relative to it."""
 DIVE_STEPS: Final = 3

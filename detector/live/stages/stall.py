@@ -13,7 +13,7 @@ among ranks that all wait inside, the one that uses CPU while the others are idl
 single rank: the timeout of the process group decides.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
@@ -43,8 +43,9 @@ per CPU, a spinning process gets a third."""
 
 SHARED_PHASES = frozenset({Phase.STEP, Phase.GENERATE})
 """Phases in which ranks of one replica may work together."""
-PLACES: Mapping[str, str] = {Phase.SCORE: " in its reward function"}
-"""Phase -> whose code hangs there, for `because`."""
+PLACES: Mapping[str, str] = {Phase.SCORE: "reward function"}
+"""Phase -> whose code hangs there, for `because`. Ranks of one replica that hang there hang at the same place, as a
+server that none of them can reach: one finding names all of them."""
 
 
 class StallStage(Stage):
@@ -54,7 +55,13 @@ class StallStage(Stage):
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        return [_hang(tick.fleet, s, tick.now) for s in own(tick.stalls) if s.ripe]
+        groups: dict[object, list[Stall]] = {}
+        for s in own(tick.stalls):
+            if s.ripe:
+                who, at_one_place = s.subject, s.subject.phase in PLACES and not s.beats_stopped
+                key = (who.replica, who.incarnation, who.phase) if at_one_place else who.key
+                groups.setdefault(key, []).append(s)
+        return [_hang(tick.fleet, group, tick.now) for group in groups.values()]
 
 
 class DependentStallStage(Stage):
@@ -94,7 +101,7 @@ def _judge_dependent(
     if awaited and max(s.clocks.wall for s in group) < AWAITED_SECONDS:
         return None
     if len(group) == 1 and not awaited:
-        return _hang(fleet, group[0], now)
+        return _hang(fleet, group, now)
     return _waiting_for_unknown(role, phase, group, awaited, now)
 
 
@@ -154,8 +161,11 @@ def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bo
     return f"heartbeat continues, {used}: blocked on a lock or a read"
 
 
-def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
+def _hang(fleet: MonitoredProcesses, group: Sequence[Stall], now: float) -> Finding:
+    """`group`: of one replica and phase; the numbers are those of the one that has stood still for longest."""
+    stall = max(group, key=lambda s: s.clocks.wall)
     subject, clocks = stall.subject, stall.clocks
+    members = sorted((s.subject for s in group), key=lambda m: m.rank)
     standing = max(clocks.wall, subject.stall.wall) if subject.progress_due else clocks.wall
     where = phase_text(subject.phase, subject.sample.step if subject.sample else -1)
     what = "progress" if subject.progress_due else "heartbeat"
@@ -166,8 +176,11 @@ def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
         if p.phase == Phase.REDUCE and subject.phase != Phase.REDUCE and not p.gone and p.sample is not None
     ]
     waits = f"; {waiting(waiters)} for it in all-reduce" if waiters else ""
+    named = " and ".join(m.name() for m in members)
+    verb, whose = ("is", "its") if len(members) == 1 else ("are", "their")
+    place = f" in {whose} {PLACES[subject.phase]}" if subject.phase in PLACES else ""
     because = (
-        f"{subject.name()} is hung{PLACES.get(subject.phase, '')}: no {what} in {where} for {standing:.1f} s "
+        f"{named} {verb} hung{place}: no {what} in {where} for {standing:.1f} s "
         f"(deadline {stall.deadline.text}); {kind_of(subject, clocks, stall.beats_stopped)}{waits}"
     )
     values = {
@@ -180,7 +193,7 @@ def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     }
     return finding(
         "stall",
-        [subject],
+        members,
         FaultClass.HANG,
         onset=subject.onset_wall(standing),
         now=now,

@@ -1,5 +1,5 @@
-"""What is assumed of a panel before it has shown itself: `priors.json`, fitted by `benchmarks/fit_priors.py`, which
-writes down from what.
+"""What is assumed of a panel before it has shown itself: `priors.json`, fitted by
+`benchmarks/panels/fit_priors.py`, which writes down from what.
 
 - How far healthy machines stand apart, omega, by kind of metric: log-normal in units of the metric's noise over time,
   and a uniform share for metrics unlike the others.

@@ -9,7 +9,7 @@ RayCluster whenever its pods change, so that a name never meets a later pod, and
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -17,13 +17,14 @@ from rolecall.core.config.actuators import KubeRayActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.core.text import plain
-from rolecall.recovery.actuators.calls import REFUSED, Call, Procedure, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, Procedure, Reply
 from rolecall.recovery.actuators.targets.kubernetes_api import (
     CONFLICT,
     JSON_PATCH,
     TRIES_MAX,
     KubernetesApi,
     Pod,
+    members_left,
     pods_of_members,
     read_object,
     said,
@@ -86,7 +87,7 @@ class KubeRay:
 
     def _delete(self, order: Order, asked: dict[str, list[Pod]]) -> Procedure:
         """`asked`: group -> pods whose deletion was asked for without an answer; whether it was is then seen."""
-        done, tried = "", Reply(status=REFUSED)
+        done, tried = "", Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             cluster = yield from self._cluster(f"cluster-{n}")
             for name, pods in asked.items():
@@ -95,13 +96,15 @@ class KubeRay:
                     asked.clear()
                     return (yield from self._wait_and_clear(cluster, group, names, pods, done))
             try:
-                pods, by_node = yield from self._find(order, n)
+                pods, by_node = yield from self._find(order, n, drained=bool(done))
             except HasEnded as e:
-                if not done or any(m.node != order.node for m in order.members):
+                if not done:
                     raise
                 # Drained with its node, whose cordon was waited for: KubeRay makes another one.
                 return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended: {e}{done}"))
-            group = self._group_of(cluster, pods)
+            if order.leave_node and not done and order.node not in by_node and order.begun:
+                done = yield from self._api.cordoned_before(order)
+            group = self._group_of(cluster, pods, whole=not done)
             names = tuple(p.name for p in pods)
             existing = yield from self._existing(group, n)
             if not set(existing) <= set(names):
@@ -142,14 +145,21 @@ class KubeRay:
             raise ActuatorError(f"{words}: the answer has no resource version")
         return value
 
-    def _find(self, order: Order, n: int) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
-        """The pods to delete, by name, and those that hold the members by their node. Raises ActuatorError: it is not
-        clear which ones, or they hold others that the plan does not name."""
+    def _find(self, order: Order, n: int, *, drained: bool) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
+        """The pods to delete, by name, and those that hold the members by their node. `drained`: the node was cordoned
+        for this order, so that pods may be gone; a replica on several nodes has others. Raises ActuatorError: it is not
+        clear which ones, or they hold others that the plan does not name; HasEnded: the pod of a member is gone, if
+        drained all of them."""
         cluster = f"{CLUSTER_LABEL}={self._config.cluster}"
         pods: dict[str, Pod] = {}
         for i, further in enumerate(sorted({filled(self._config.selector, m) for m in order.members})):
             selector = f"{cluster},{further}" if further else cluster
             pods.update({p.name: p for p in (yield from self._api.pods(f"pods-{n}-{i}", selector))})
+        if drained:
+            left = members_left(order, list(pods.values()), self._words)
+            if not left:
+                raise HasEnded("its pods are gone")
+            order = replace(order, members=left)
         by_node = pods_of_members(order, list(pods.values()), self._words)
         chosen = {p.name: p for p in by_node.values()}
         for pod in by_node.values():
@@ -173,9 +183,9 @@ class KubeRay:
                 )
         return sorted(chosen.values(), key=lambda p: p.name), by_node
 
-    def _group_of(self, cluster: Mapping[str, Any], pods: Sequence[Pod]) -> _Group:
-        """The group of all these pods. Raises ActuatorError: they are not whole replicas of one, or it must not be
-        changed."""
+    def _group_of(self, cluster: Mapping[str, Any], pods: Sequence[Pod], *, whole: bool) -> _Group:
+        """The group of all these pods. `whole`: no host of theirs may be missing. Raises ActuatorError: they are not
+        whole replicas of one, or it must not be changed."""
         spec = cluster["spec"]
         if spec.get("enableInTreeAutoscaling"):
             raise ActuatorError(f"{self._words} has enableInTreeAutoscaling: its autoscaler owns workersToDelete")
@@ -192,7 +202,8 @@ class KubeRay:
             for pod in pods:
                 replica = pod.labels.get(REPLICA_LABEL, "")
                 by_replica[replica] = by_replica.get(replica, 0) + 1
-            if "" in by_replica or any(found != group.hosts for found in by_replica.values()):
+            missing = [group.hosts - found for found in by_replica.values()]
+            if "" in by_replica or min(missing) < 0 or (whole and any(missing)):
                 raise ActuatorError(
                     f"group {group.name} has {group.hosts} hosts in a replica, and label {REPLICA_LABEL} does not show"
                     f" as many pods: {', '.join(p.name for p in pods)}"
@@ -258,7 +269,7 @@ class KubeRay:
     def _clear(self, name: str, names: tuple[str, ...], assumed: Reply | None = None) -> Generator[Call, Reply, None]:
         """Empties `workersToDelete` of group `name` if it still holds what was put there. `assumed`: the RayCluster as
         a dry run takes it to be then. Raises ActuatorError: it cannot."""
-        tried = Reply(status=REFUSED)
+        tried = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             try:
                 cluster = yield from self._cluster(f"clear-read-{name}-{n}", assumed)

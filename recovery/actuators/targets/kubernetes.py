@@ -56,7 +56,9 @@ class Kubernetes:
             if order.leave_node and pod.owner == "DaemonSet":
                 raise ActuatorError(f"pod {pod.name} is of a DaemonSet, which would start it on the same node")
         done = ""
-        if order.leave_node:
+        if order.leave_node and order.begun and order.node not in by_node:
+            done = yield from self._api.cordoned_before(order)
+        elif order.leave_node:
             if order.node not in by_node:
                 raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
             done = yield from self._api.cordon(by_node[order.node].node, order)

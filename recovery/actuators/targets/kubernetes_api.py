@@ -21,7 +21,7 @@ from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain
-from rolecall.recovery.actuators.calls import REFUSED, Call, HttpCall, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, HttpCall, Reply
 from rolecall.recovery.actuators.targets.target import HasEnded, Member, Order, filled
 
 CLOCKS_DIFFER_SECONDS = 2.0
@@ -100,7 +100,7 @@ class KubernetesApi:
 
     def read(self, key: str, words: str, path: str, assumed: Reply | None = None) -> Generator[Call, Reply, Reply]:
         """Asks again if there is no answer, or one that says that the server cannot answer now."""
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             reply = yield self.call(f"{key}-{n}", words, "GET", path, assumed=assumed, after_seconds=float(n))
             if not reply.unavailable:
@@ -189,7 +189,7 @@ class KubernetesApi:
         """What was done, to be added to a sentence. Raises ActuatorError: the node is not cordoned."""
         if self._config.cordon_by == "nvsentinel":
             return (yield from self._request_maintenance(node, order))
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             version, cordoned = yield from self._node(f"node-{n}", node)
             if cordoned:
@@ -210,6 +210,14 @@ class KubernetesApi:
             if reply.status != CONFLICT and not reply.unavailable:
                 break
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
+
+    def cordoned_before(self, order: Order) -> Generator[Call, Reply, str]:
+        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: it was
+        drained, and the replica's processes on other nodes are left. Raises ActuatorError: it is not cordoned."""
+        _, cordoned = yield from self._node("left-node", order.node)
+        if not cordoned:
+            raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
+        return f"; node {order.node} is cordoned"
 
     def _node(self, key: str, node: str) -> Generator[Call, Reply, tuple[str, bool]]:
         """Its resource version, and whether it is cordoned. Raises ActuatorError: it cannot be read."""
@@ -233,7 +241,7 @@ class KubernetesApi:
         if cordoned:
             return f"; node {node} is cordoned"
         name = f"rolecall-{hashlib.sha256(order.key.encode()).hexdigest()[:16]}"
-        reply = Reply(status=REFUSED)
+        reply = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             reply = yield self.call(
                 f"maintenance-{n}",
@@ -339,6 +347,23 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
             raise HasEnded(f"pod {pod.name} (UID {pod.uid}) does not hold {words}: it {state}")
         _keep(found, member, pod, order)
     return found
+
+
+def members_left(order: Order, pods: Sequence[Pod], where: str) -> tuple[Member, ...]:
+    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it
+    cannot be told."""
+    left = []
+    for member in order.members:
+        try:
+            pods_of_members(replace(order, members=(member,)), pods, where)
+        except HasEnded:
+            continue
+        except ActuatorError:
+            if any(member.node in (p.name, p.node) for p in pods if not p.ended):
+                raise
+            continue  # no pod is there
+        left.append(member)
+    return tuple(left)
 
 
 def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:

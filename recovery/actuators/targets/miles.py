@@ -11,7 +11,7 @@ from itertools import count
 from rolecall.core.config.actuators import MilesActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import REFUSED, HttpCall, Procedure, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, HttpCall, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import Order
 
 OK = 200
@@ -72,7 +72,7 @@ class Miles:
 def _patch(url: str, name: str, *, suspend: bool) -> Procedure:
     """Asks again if the control server cannot answer now. Raises ActuatorError: it refuses, or never answers."""
     word = "suspend" if suspend else "resume"
-    reply = Reply(status=REFUSED)
+    reply, may_have_arrived = Reply(status=NOT_SENT), False
     for n in range(TRIES_MAX):
         reply = yield HttpCall(
             key=f"{word}-{n}" if n else word,
@@ -85,8 +85,9 @@ def _patch(url: str, name: str, *, suspend: bool) -> Procedure:
         )
         if not reply.unavailable:
             break
+        may_have_arrived |= reply.status != NOT_SENT
     if reply.status != OK:
-        doubt = f"; {_by_hand(name)}" if suspend and reply.unavailable else ""
+        doubt = f"; {_by_hand(name)}" if suspend and reply.unavailable and may_have_arrived else ""
         raise ActuatorError(f"{word} cell {name}: {reply.shown}{doubt}")
     return ""
 

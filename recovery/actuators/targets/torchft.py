@@ -13,11 +13,13 @@ from urllib.parse import quote
 from rolecall.core.config.actuators import TorchftActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import HttpCall, Procedure
+from rolecall.recovery.actuators.calls import NOT_SENT, HttpCall, Procedure, Reply
 from rolecall.recovery.actuators.targets.processes import Processes
 from rolecall.recovery.actuators.targets.target import Order
 
 OK, SERVER_ERROR = 200, 500
+TRIES_MAX = 4
+"""Of a request that did not leave this machine."""
 UNKNOWN = "failed to find replica"
 """In the answer of a lighthouse whose newest quorum does not have the group."""
 
@@ -46,12 +48,17 @@ class Torchft:
             return (yield from Processes(self._config.processes).replace(order))
         if len(full) != 1:
             raise ActuatorError(f"the quorum has {len(full)} replica groups {name}: {', '.join(full)}".rstrip(": "))
-        reply = yield HttpCall(
-            key="kill",
-            words=f"end replica group {full[0]}",
-            method="POST",
-            url=f"{url}/replica/{quote(full[0], safe='')}/kill",
-        )
+        reply = Reply(status=NOT_SENT)
+        for n in range(TRIES_MAX):
+            reply = yield HttpCall(
+                key=f"kill-{n}" if n else "kill",
+                words=f"end replica group {full[0]}",
+                after_seconds=float(n),
+                method="POST",
+                url=f"{url}/replica/{quote(full[0], safe='')}/kill",
+            )
+            if reply.status != NOT_SENT:  # a second kill might meet the group's next incarnation
+                break
         if UNKNOWN in reply.text and self._config.processes is not None:  # it has left the quorum since
             return (yield from Processes(self._config.processes).replace(order))
         if reply.status not in (OK, SERVER_ERROR) or UNKNOWN in reply.text:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from rolecall.core.config.actuators import VerlActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import Call, HttpCall, Procedure, Reply
+from rolecall.recovery.actuators.calls import NOT_SENT, Call, HttpCall, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import HasEnded, Order
 
 OK, NOT_FOUND = 200, 404
@@ -80,7 +80,7 @@ class Verl:
 
     def _order(self, order: Order, instance: str) -> Generator[Call, Reply, None]:
         """Asks again if the job cannot answer now: an order with the same key is the same order."""
-        reply = Reply(status=0)
+        reply, may_have_arrived = Reply(status=NOT_SENT), False
         for n in range(TRIES_MAX):
             reply = yield HttpCall(
                 key=f"order-{n}" if n else "order",
@@ -95,9 +95,10 @@ class Verl:
             )
             if not reply.unavailable:
                 break
+            may_have_arrived |= reply.status != NOT_SENT
         if reply.status != OK:
             doubt = ""
-            if reply.unavailable:
+            if reply.unavailable and may_have_arrived:
                 doubt = f"; if the order arrived, {order.replica} is replaced at the next weight update"
             raise ActuatorError(f"order the replacement of {order.replica}: {_said(reply)}{doubt}")
 
@@ -178,25 +179,52 @@ def _is_process(process: Any) -> bool:
         and isinstance(process.get("started_at"), int | float)
         and isinstance(process.get("alive"), bool)
         and isinstance(process.get("server"), bool)
+        and isinstance(process.get("host", ""), str)
+        and all(isinstance(name, str) for name in _names(process))
     )
 
 
+def _names(process: Mapping[str, Any]) -> Sequence[Any]:
+    """Of its host, as Ray knows it; none: not known, or not told by an older plugin."""
+    names = process.get("names")
+    return names if isinstance(names, list) else ()
+
+
+def _may_be_on(process: Mapping[str, Any], node: str) -> bool:
+    """Whether its host may be the node with this name of its agent."""
+    names = _names(process)
+    return not names or any(_is_same_host(node.lower(), name.lower()) for name in (*names, process.get("host", "")))
+
+
+def _is_same_host(one: str, other: str) -> bool:
+    """Names, or addresses; one may lack its domain."""
+    shorter, longer = sorted((one, other), key=len)
+    return one == other or ("." not in shorter and longer.partition(".")[0] == shorter)
+
+
 def _check(order: Order, entry: Mapping[str, Any]) -> None:
-    """Raises HasEnded: what the job runs is not the incarnation that is to be replaced."""
+    """Raises HasEnded: what the job runs is not the incarnation that is to be replaced; ActuatorError: it runs on
+    another host, where a process has the same PID."""
     named = f"{order.replica}#{order.incarnation}"
     processes = entry["processes"]
-    by_pid = {p["pid"]: p for p in processes}
     if not order.members:
         servers = [p for p in processes if p["server"]]
         if servers and all(p["alive"] for p in servers):
             raise HasEnded(f"no process of {named} is seen, and the job's replica {order.index} runs")
         return
     for member in order.members:
-        process = by_pid.get(member.pid)
-        if process is None:
-            pids = ", ".join(str(pid) for pid in sorted(by_pid)) or "none"
+        having = [p for p in processes if p["pid"] == member.pid]
+        if not having:
+            pids = ", ".join(str(pid) for pid in sorted({p["pid"] for p in processes})) or "none"
             raise HasEnded(f"pid {member.pid} of {named} is no process of the job's replica {order.index} ({pids})")
-        if member.registered_at and process["started_at"] > member.registered_at + CONSTRUCTED_SECONDS:
+        here = [p for p in having if _may_be_on(p, member.node)]
+        if not here:
+            hosts = "; ".join(", ".join((*_names(p), p.get("host", ""))) for p in having)
+            raise ActuatorError(
+                f"pid {member.pid} of {named} is on {member.node}, and the job's replica {order.index} has this pid on"
+                f" another host ({hosts}); if that is the same one, give its agent one of these names (`node`)"
+            )
+        if member.registered_at and all(p["started_at"] > member.registered_at + CONSTRUCTED_SECONDS for p in here):
             raise HasEnded(f"pid {member.pid} of the job's replica {order.index} started after {named}")
 
 

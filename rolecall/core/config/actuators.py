@@ -124,7 +124,8 @@ class VerlActuator(Section):
     roles: tuple[str, ...] = ("rollout",)
     """Roles whose replica N is verl's replica N. Replicas of other roles are refused."""
     begin_seconds: Seconds = 240.0
-    """Within which the job's next weight update must begin; otherwise nothing is changed, and the action has failed.
+    """Within which the job's next weight update must begin; otherwise nothing is changed, and the action has failed. A
+    new engine that runs waits as long for the update after that, and for its weights and requests; then it is ended.
     More than a step takes, and less than the watch's `deadline_seconds`, in which an engine has to start, too, and to
     get weights."""
     poll_seconds: Seconds = 2.0

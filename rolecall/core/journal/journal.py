@@ -255,15 +255,20 @@ class Journal:
     def desired(self) -> dict[ReplicaId, Desired]:
         return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(sa.select(DESIRED))}
 
-    def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
+    def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = (), lease: Lease | None = None) -> bool:
         """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
 
         A late message must not mark a LOST replica SERVING again: pass `unless=(LOST, STOPPED)` with every working
         state.
+
+        Raises:
+            LeaseFenced: `lease` is over.
         """
         values = {**asdict(record), "state": str(record.state), "changed_at": self.clock.wall()}
         this = (ACTUAL.c.replica == record.replica) & (ACTUAL.c.incarnation == record.incarnation)
         with self.store.write() as conn:
+            if lease is not None:
+                self._check_fence(conn, lease)
             row = conn.execute(sa.select(ACTUAL.c.state).where(this)).first()
             if row is not None and row.state in [str(u) for u in unless]:
                 return False
@@ -317,10 +322,17 @@ class Journal:
         query = sa.select(EPOCHS).order_by(EPOCHS.c.number.desc()).limit(1)
         return next((epoch_of(row, self.store.where) for row in self.store.rows(query)), None)
 
-    def set_flag(self, name: str, value: str | None) -> None:
-        """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`), and
-        `observed_ranks`, `observed_course`, `observed_capabilities` (see `views`)."""
+    def set_flag(self, name: str, value: str | None, *, lease: Lease | None = None) -> None:
+        """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`),
+        `observed_incarnations` (see `watch.observed_fleet`), and `observed_ranks`, `observed_course`,
+        `observed_capabilities` (see `views`).
+
+        Raises:
+            LeaseFenced: `lease` is over.
+        """
         with self.store.write() as conn:
+            if lease is not None:
+                self._check_fence(conn, lease)
             conn.execute(FLAGS.delete().where(FLAGS.c.name == name))
             if value is not None:
                 conn.execute(FLAGS.insert().values(name=name, value=value))

@@ -75,6 +75,9 @@ class EventKind(StrEnum):
 K = EventKind
 SCHEMA_FIELD = "schema"
 """Key of a body's version in the stored JSON; a body of version 1 has none."""
+NO_ANSWER_STATUS, NOT_SENT_STATUS = -1, -1000
+"""In place of a status, of a call (`CallEnded`): it may have had its effect or not; it had none. Commands that a signal
+ended have its negative number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -504,9 +507,12 @@ class IncidentOpened(Payload):
 
 @_event(K.INCIDENT_UPDATED, WATCH)
 class IncidentUpdated(Payload):
-    """The diagnosis of an incident changed."""
+    """The diagnosis of an incident changed. Those before it stay part of the incident."""
 
-    diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the previous one"]
+    diagnosis: Annotated[StoredDiagnosis, "the newest diagnosis, which decides on the response"]
+    relation: Annotated[
+        str, "how it is related to those before it: more is known of the fault, or it is a second one"
+    ] = ""
 
 
 @_event(K.PLAN_CREATED, WATCH)
@@ -742,17 +748,25 @@ class CallStarted(Payload):
         return f"{self.words}: {self.call}"
 
 
+def status_text(status: int) -> str:
+    """`status 409`, `no answer` or `not sent`."""
+    return {NO_ANSWER_STATUS: "no answer", NOT_SENT_STATUS: "not sent"}.get(status, f"status {status}")
+
+
 @_event(K.CALL_ENDED, WATCH)
 class CallEnded(Payload):
     """Reply to that call."""
 
     actuator: Annotated[str, "its name"]
-    status: Annotated[int, "exit code or HTTP status; -1: no answer, so it may have had its effect or not"]
+    status: Annotated[
+        int,
+        "exit code or HTTP status; -1: no answer, so it may have had its effect or not; -1000: not sent, so it had none",
+    ]
     text: Annotated[str, "output or body, shortened"]
 
     @property
     def reason(self) -> str:
-        status = "no answer" if self.status < 0 else f"status {self.status}"
+        status = status_text(self.status)
         return f"{status}: {self.text}" if self.text else status
 
 

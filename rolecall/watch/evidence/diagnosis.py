@@ -4,17 +4,20 @@ Findings name processes as the live detectors do, so that they can refine a curr
 evidence against its rank: its agent may have been too slow, or was not queried.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import EvidenceKind, FaultClass
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
+from rolecall.detector.artifacts.kernel_log.logs import KernelLogFact
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
@@ -22,9 +25,11 @@ from rolecall.detector.artifacts.stacks import weight_sync
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import StackActivity, shown, stack_of
 from rolecall.detector.base.read_budget import Budget, read_each
+from rolecall.formats.kernel_log.messages import OomKill
 from rolecall.watch.evidence.requests import process_name
 
 NUM_FRAMES_SHOWN = 6
+NUM_KILLS_SHOWN = 4
 OF_TWO_CONFIDENCE = 0.7
 AT_REST = frozenset({StackActivity.LOCK, StackActivity.STILL, StackActivity.STOPPED})
 
@@ -65,16 +70,21 @@ class EvidenceAnalysis:
         ]
 
 
-def analyse_evidence(files: Sequence[EvidenceFile], asked: Sequence[Suspect] = ()) -> EvidenceAnalysis:
+def analyse_evidence(
+    files: Sequence[EvidenceFile],
+    asked: Sequence[Suspect] = (),
+    ours: Collection[tuple[str, int]] = (),
+) -> EvidenceAnalysis:
     """Never raises UnreadableInput: external files may contain anything. Where a process is known to be stopped, no
-    finding says that the culprit is not known. `asked`: processes whose stacks were asked for."""
+    finding says that the culprit is not known. `asked`: processes whose stacks were asked for. `ours`: (node, PID) of
+    the job's processes, also of those that have ended; empty: not known."""
     analysis = EvidenceAnalysis()
     by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
     parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
         (EvidenceKind.STACKS, _stacks),
         (EvidenceKind.FLIGHT, _flight),
         (EvidenceKind.NCCL, _nccl),
-        (EvidenceKind.KERNEL, _kernel),
+        (EvidenceKind.KERNEL, partial(_kernel, ours=frozenset(ours))),
     )
     for kind, part in parts:
         if by_kind[kind]:
@@ -158,11 +168,40 @@ def _nccl(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     analysis.findings += findings
 
 
-def _kernel(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
+def _kernel(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis, ours: frozenset[tuple[str, int]]) -> None:
     read = read_each([f.path for f in files], (), Budget(), kernel_logs.read, kernel_logs.kept_bytes)
     analysis.unread += map(_unread, (*read.unreadable, *((read.stopped,) if read.stopped else ())))
-    analysis.statements.append(f"kernel: {kernel_findings.summary(read.items)}")
-    analysis.findings += kernel_findings.diagnose(read.items)
+    logs = read.items
+    analysis.statements.append(f"kernel: {kernel_findings.summary(logs)}")
+    if ours:
+        foreign = [s for log in logs for s in log.seen if _is_foreign_kill(s, ours)]
+        for log in logs:
+            log.seen = [s for s in log.seen if s not in foreign]
+        analysis.statements += _foreign_kills(foreign)
+    analysis.findings += kernel_findings.diagnose(logs)
+
+
+def _is_foreign_kill(seen: KernelLogFact, ours: frozenset[tuple[str, int]]) -> bool:
+    """The kernel killed a process for its memory that is not one of the job's."""
+    if not isinstance(seen.fact, OomKill):
+        return False
+    nodes = {node for node, _ in ours}
+    places = {seen.node} if seen.node in nodes else nodes
+    return not any((node, seen.fact.pid) in ours for node in places)
+
+
+def _foreign_kills(seen: Sequence[KernelLogFact]) -> list[str]:
+    """No evidence of the job's fault, but memory may have been short for it, too."""
+    told = []
+    for in_cgroup in (False, True):
+        kills = [(s, s.fact) for s in seen if isinstance(s.fact, OomKill) and s.fact.of_cgroup is in_cgroup]
+        if kills:
+            who = ", ".join(f"{fact.name} ({fact.pid})" for _, fact in kills[:NUM_KILLS_SHOWN])
+            more = f" and {len(kills) - NUM_KILLS_SHOWN} more" if len(kills) > NUM_KILLS_SHOWN else ""
+            nodes = ", ".join(dict.fromkeys(node_text(s.node) for s, _ in kills))
+            why = "the limit of their own cgroup was reached" if in_cgroup else "the whole host was short of memory"
+            told.append(f"kernel: on {nodes} it killed {who}{more}, which are no ranks of this job: {why}")
+    return told
 
 
 def _renamed(found: Finding, of: Callable[[Suspect], Suspect | None]) -> Finding:

@@ -2,7 +2,7 @@
 
 NVSentinel's platform connector sets a condition for each check that found a fatal fault, with status True until it is
 healthy again; its fault-quarantine cordons the node and leaves labels and annotations. Faults that are not fatal are
-Kubernetes events, which are not read. Nothing is changed: one GET for each node.
+Kubernetes events, which are not read. Nothing is changed: one GET for each node, all of them within one deadline.
 """
 
 import json
@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.watched import NvSentinelConfig
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.text import os_reason, plain
 
 NODES_MAX = 16
 """Of one incident; those of the first suspects."""
+READ_SECONDS = 10.0
+"""For all nodes of one incident."""
 BYTES_MAX = 2 << 20
 TEXT_CHARACTERS = 300
 CONDITIONS = ("Gpu", "SysLogs", "NVSwitch", "Nvswitch", "DCGMError", "CSPMaintenance", "SyslogError")
@@ -37,22 +40,30 @@ class NodeHealth(NamedTuple):
 class NvSentinelHealth:
     """Reads the nodes of one incident. For any thread; never raises."""
 
-    def __init__(self, config: NvSentinelConfig) -> None:
-        self._config = config
+    def __init__(self, config: NvSentinelConfig, clock: Clock | None = None) -> None:
+        self._config, self._clock = config, clock or SystemClock()
 
-    def __call__(self, nodes: Sequence[str]) -> NodeHealth:
+    def __call__(self, nodes: Sequence[str], seconds: float = READ_SECONDS) -> NodeHealth:
+        """Returns within `seconds`: nodes that could not be read until then are missing."""
         statements, missing = list[str](), list[str]()
-        for node in nodes[:NODES_MAX]:
+        until = self._clock.monotonic() + seconds
+        for n, node in enumerate(nodes[:NODES_MAX]):
+            rest = f"what {NAME} says of {', '.join(nodes[n:NODES_MAX])}"
+            left = until - self._clock.monotonic()
+            if left <= 0:
+                missing.append(f"{rest}: not read within {seconds:g} s")
+                break
             try:
-                statements += told(node, self._read(node), self._config.label_prefix)
+                value = self._read(node, min(left, self._config.call_seconds))
+                statements += told(node, value, self._config.label_prefix)
             except HttpFailed as e:  # the next node's request would wait as long
-                missing.append(f"what {NAME} says of {', '.join(nodes[nodes.index(node) :])}: {e}")
+                missing.append(f"{rest}: {e}")
                 break
             except ValueError as e:
                 missing.append(f"what {NAME} says of {node}: {e}")
         return NodeHealth(tuple(statements), tuple(missing))
 
-    def _read(self, node: str) -> Mapping[str, Any]:
+    def _read(self, node: str, seconds: float) -> Mapping[str, Any]:
         """The Node object. Raises HttpFailed: no answer; ValueError: no Node, with the reason."""
         config = self._config
         headers = {"Accept": "application/json"}
@@ -68,7 +79,7 @@ class NvSentinelHealth:
                 "GET",
                 f"{config.api.rstrip('/')}/api/v1/nodes/{quote(node, safe='')}",
                 headers=headers,
-                deadline_seconds=config.call_seconds,
+                deadline_seconds=seconds,
                 bytes_max=BYTES_MAX,
                 ca_path=config.ca_path if config.api.startswith("https:") else "",
             )

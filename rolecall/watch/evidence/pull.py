@@ -1,6 +1,7 @@
 """Collects the evidence of an incident from the agents: stacks, Flight Recorder dumps, NCCL RAS, kernel lines.
 
 The loop never waits: what arrives within `DEADLINE_SECONDS` is stored, the rest is reported as missing with its reason.
+What another system says of the nodes is read beside that, within `NODE_HEALTH_SECONDS`, and holds no finding up.
 Requests to one agent are sequential, agents are queried concurrently, all in daemon threads. Files are in
 `evidence/<incident>/` of the run, readable by their owner only, redacted like those of `rolecall incident export`; one
 journal event lists the files and what the detectors found in them.
@@ -41,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 20.0
 """Of one incident, from its first request. An agent abandons a stack or a dump after 10 s."""
+NODE_HEALTH_SECONDS = 10.0
+"""For what another system says of all nodes of an incident, from its first request."""
+NODE_HEALTH_GRACE_SECONDS = 0.5
+"""Beyond it, for an answer that says which nodes were not read."""
 NUM_AGENTS_AT_ONCE = 16
 """Agents of one incident."""
 NUM_INCIDENTS_AT_ONCE = 2
@@ -73,6 +78,7 @@ class _Job:
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
     nodes: tuple[str, ...] = ()  # of its suspects
+    ours: frozenset[tuple[str, int]] = frozenset()  # node and PID of the job's processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +185,11 @@ class EvidencePull:
         clock: Clock,
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
-        node_health: Callable[[Sequence[str]], NodeHealth] | None = None,
+        node_health: Callable[[Sequence[str], float], NodeHealth] | None = None,
     ) -> None:
         """`agents`: node -> URL. `authorization`: URL -> the header's value with the bearer token; empty: no request
         is sent there. `fleet`: the processes that the detectors know, called by `request`. `node_health`: what another
-        system says of nodes; None: no other one is asked."""
+        system says of nodes, within so many seconds; None: no other one is asked."""
         self._node_health = node_health
         self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
         self._clock, self._deadline_seconds = clock, deadline_seconds
@@ -195,12 +201,18 @@ class EvidencePull:
         self._probes: dict[str, tuple[float, float]] = {}  # key of a suspicion -> time of its next probe, its pause
 
     def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        asks = tuple(select_evidence(diagnosis, self._fleet()))
+        fleet = tuple(self._fleet())
+        asks = tuple(select_evidence(diagnosis, fleet))
         nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)) if self._node_health else ()
         if not asks and not nodes:
             return
         try:
-            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes))
+            ours = frozenset(
+                (str(p.node), p.pid)
+                for p in (*(s.process for s in fleet), *(s.process for s in diagnosis.suspects))
+                if p is not None
+            )
+            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours))
         except queue.Full:
             because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
             self._record(incident_id, missing=[because])
@@ -261,23 +273,48 @@ class EvidencePull:
 
     def _pull(self, job: _Job) -> None:
         started_at = self._clock.monotonic()
+        health_due = self._ask_node_health(job.nodes)
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         missing = _missing(answers)
-        health = self._node_health(job.nodes) if self._node_health and job.nodes else NodeHealth()
-        missing += health.missing
         folder = self._run.path / EVIDENCE_DIR / job.incident_id
         try:
             kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
             missing += refused
-            analysis = analyse_evidence(kept, _asked(job))
+            analysis = analyse_evidence(kept, _asked(job), job.ours)
         except OSError as e:
             kept, analysis = [], EvidenceAnalysis()
             missing.append(f"the collected evidence could not be stored: {e.strerror or e}")
-        seconds = self._clock.monotonic() - started_at
         self._findings.extend(f for f in analysis.findings if f.fault_class.spec.settles_ties)
+        health = self._health_by(started_at + self._health_seconds, job.nodes, health_due)
+        missing += health.missing
+        seconds = self._clock.monotonic() - started_at
         self._record(
             job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds, health=health.statements
         )
+
+    @property
+    def _health_seconds(self) -> float:
+        return min(NODE_HEALTH_SECONDS, self._deadline_seconds)
+
+    def _ask_node_health(self, nodes: Sequence[str]) -> "queue.SimpleQueue[NodeHealth]":
+        """Where the answer will be, in a while or never."""
+        answer: queue.SimpleQueue[NodeHealth] = queue.SimpleQueue()
+        ask, seconds = self._node_health, self._health_seconds
+        if ask is None or not nodes:
+            answer.put(NodeHealth())
+        else:
+            threading.Thread(target=lambda: answer.put(ask(nodes, seconds)), name="node-health", daemon=True).start()
+        return answer
+
+    def _health_by(self, until: float, nodes: Sequence[str], answer: "queue.SimpleQueue[NodeHealth]") -> NodeHealth:
+        try:
+            # Those of the nodes that were read in time are told when it has given up the others: a moment later.
+            return answer.get(timeout=max(until - self._clock.monotonic(), 0.0) + NODE_HEALTH_GRACE_SECONDS)
+        except queue.Empty:
+            named = ", ".join(nodes[:NUM_NAMED_MAX])
+            return NodeHealth(
+                missing=(f"what another system says of {named}: nothing within {self._health_seconds:g} s",)
+            )
 
     def _pull_probe(self, job: _Job) -> None:
         """Its files are not kept."""

@@ -1,6 +1,6 @@
-"""The engine on courses of our own real training: courses.json, made by `benchmarks/collapse.py make` and `keep`.
+"""The engine on courses of our own real training: courses.json, made by `benchmarks/detection/collapse/ make` and `keep`.
 
-What was done to each stands in its `spec` (see benchmarks/collapse_courses.py): from row `at` on a learning rate thirty
+What was done to each stands in its `spec` (see benchmarks/detection/collapse/courses.py): from row `at` on a learning rate thirty
 times as high, a reward function that gives a constant, ...; or nothing, or a rollback.
 
 pytest tests/detector/live/test_collapse_courses.py

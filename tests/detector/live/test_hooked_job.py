@@ -152,6 +152,19 @@ def test_the_rank_that_others_wait_for_is_named_although_all_are_in_the_same_ste
     assert "blocked on a lock or a read" in found.because
 
 
+def test_all_ranks_that_hang_in_the_reward_function_are_named(job: Job) -> None:
+    """As when its server answers nobody: which one is named first is chance."""
+    step = int(job.now)
+    waiting = {n: {"phase": "step", "exchanges": step + 1, "collectives_issued": 3 * step + 2} for n in (0, 3)}
+    job.stand({1: {"phase": "score"}, 2: {"phase": "score"}, **waiting})
+    (found,) = job.run(8.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [1, 2]
+    assert found.because.startswith(
+        "trainer/0 rank 1 (node-1, pid 101) and trainer/0 rank 2 (node-1, pid 102) are hung in their reward function: no "
+        f"progress in score of step {step}"
+    )
+
+
 def test_ranks_between_two_steps_are_suspected_and_not_reported(job: Job) -> None:
     step = int(job.now)
     waiting = {n: {"phase": "step", "exchanges": step + 1, "collectives_issued": 3 * step + 2} for n in (0, 1, 3)}

@@ -79,7 +79,8 @@ class Job:
         config = VerlActuator(
             kind="verl", url=f"http://127.0.0.1:{self.port}", token_path=str(self.token), poll_seconds=0.5
         )
-        members = [member(f"rollout/{replica}", "n-1", pid=pid, at=2e9)] if seen else []
+        node = socket.gethostname().lower()
+        members = [member(f"rollout/{replica}", node, pid=pid, at=2e9)] if seen else []
         given = order(*members)
         assert given.replica == f"rollout/{replica}"
 

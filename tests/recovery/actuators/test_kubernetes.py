@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -548,6 +549,55 @@ def test_a_worker_of_ray_that_nvsentinel_has_drained_is_not_deleted_again(ray: F
     it = run_ray(ray, on_node(leave_node=True), cordon_by="nvsentinel")
     assert it.done.startswith("rollout/1#2 has ended: ") and "NVSentinel has cordoned node node-1" in it.done
     assert ray.ended == [uid] and listed(ray) == [None, None]
+
+
+def on_two_nodes(**more: Any) -> Order:
+    """A replica of two ranks; the fault stays with the node of the first."""
+    ranks = member("rollout/1", "node-1"), member("rollout/1", "node-2", rank=1)
+    return order(*ranks, leave_node=True, **more)
+
+
+def test_a_replica_on_several_nodes_loses_the_pods_that_nvsentinel_has_not_drained(ray: FakeKubernetes) -> None:
+    ray.nvsentinel, uids = "drains", [ray.uid("w-1"), ray.uid("w-2")]
+    it = run_ray(ray, on_two_nodes(), cordon_by="nvsentinel")
+    assert it.done.startswith("RayCluster ray deleted w-2; NVSentinel has cordoned node node-1"), it
+    assert ray.ended == uids and listed(ray)[1] == {"workersToDelete": []} and "w-0" in ray.pods
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_replica_of_several_hosts_is_deleted_without_the_host_that_nvsentinel_has_drained(left: bool) -> None:
+    """No other pod can start on the node. `left`: KubeRay has not deleted the other host by itself."""
+    fake = FakeKubernetes()
+    fake.cluster("ray", group(hosts=2))
+    for n in range(4):
+        worker(fake, f"w-{n}", f"node-{n}", **{REPLICA_LABEL: f"gpu-{n // 3}"})
+    fake.pods.pop("w-0")
+    fake.nvsentinel, uid = "cordons", fake.uid("w-2")
+
+    def answer(call: Call) -> Reply:
+        reply = fake.reply(call)
+        if call.key == "maintenance-0":
+            for name in ("w-1",) if left else ("w-1", "w-2"):
+                fake.pods.pop(name)
+            fake._pods_changed()
+        return reply
+
+    it = drive(kuberay(cordon_by="nvsentinel").replace(on_two_nodes()), answer)
+    assert "NVSentinel has cordoned node node-1" in it.done, it
+    assert ("deleted w-2" in it.done) is left and fake.ended == ([uid] if left else []) and "w-3" in fake.pods
+
+
+@pytest.mark.parametrize("kind", ["kuberay", "kubernetes"])
+def test_a_watch_that_takes_over_ends_what_the_drain_has_left(ray: FakeKubernetes, kind: str) -> None:
+    """The processes on the drained node are gone, so that its order has none there."""
+    uid = ray.uid("w-2")
+    given = replace(order(member("rollout/1", "node-2", rank=1), leave_node=True, begun=True), node="node-1")
+    target = kuberay(cordon_by="nvsentinel") if kind == "kuberay" else by_nvsentinel(selector="ray.io/cluster=ray")
+    it = drive(target.replace(given), ray.reply)
+    assert it.error == "no rank of rollout/1 is on node-1, which it should leave" and not it.changing
+    ray.quarantine("node-1")
+    it = drive(target.replace(given), ray.reply)
+    assert it.done.endswith("w-2; node node-1 is cordoned") and ray.ended == [uid]
 
 
 def test_a_dry_run_names_the_request_to_nvsentinel(fake: FakeKubernetes, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator, SlurmActuator, VerlActuator
-from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, Reply
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
 from rolecall.recovery.actuators.targets.slurm import Slurm
@@ -24,7 +24,7 @@ from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
 from tests.recovery.actuators.verl_fake import Engine, FakeVerl
 
 CASES = 1000
-HTTP_FAULTS = (500, 503, 403, 409, 410, 404, 422, 429, 401, REFUSED, NO_STATUS, 200, 201)
+HTTP_FAULTS = (500, 503, 403, 409, 410, 404, 422, 429, 401, NOT_SENT, NO_STATUS, 200, 201)
 COMMAND_FAULTS = (1, 127, NO_STATUS, 0)
 TEXTS = ("", "oops", "{}", "[]", '{"message": "no"}', '{"metadata": {"name": "x"}}', "Invalid job id specified")
 

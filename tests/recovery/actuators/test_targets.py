@@ -6,8 +6,9 @@ import pytest
 
 from rolecall.core.config.actuators import MilesActuator, ProcessesActuator, TorchftActuator
 from rolecall.core.errors import ActuatorError
-from rolecall.recovery.actuators.calls import Call, Reply
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, Reply
 from rolecall.recovery.actuators.external import calls_of
+from rolecall.recovery.actuators.targets.miles import TRIES_MAX as MILES_TRIES
 from rolecall.recovery.actuators.targets.miles import Miles
 from rolecall.recovery.actuators.targets.processes import Processes
 from rolecall.recovery.actuators.targets.target import Member, Order, Target
@@ -126,13 +127,21 @@ def test_a_watch_that_takes_over_finds_the_cell_suspended_by_its_predecessor() -
     assert drive(MILES, order(begun=True), suspended, ok(), suspended, ok())[1].endswith("suspended and resumed")
 
 
-@pytest.mark.parametrize("reply", [Reply(status=503), Reply(status=-1, text="no whole answer"), Reply(status=0)])
+@pytest.mark.parametrize("reply", [Reply(status=503), Reply(status=-1, text="no whole answer"), Reply(status=NOT_SENT)])
 def test_a_control_server_that_cannot_answer_now_leaves_no_cell_suspended(reply: Reply) -> None:
     calls, ends = drive(
         MILES, order(), cell(False, "Running"), reply, ok(), reply, cell(True, "Suspended"), reply, ok()
     )
     assert ends == "cell rollout-1 was suspended and resumed"
     assert [c.rpartition(" ")[2] for c in calls if c.startswith("PATCH")] == ["true}}"] * 2 + ["false}}"] * 2
+
+
+def test_a_control_server_that_was_never_reached_has_suspended_nothing() -> None:
+    unsent = Reply(status=NOT_SENT, text="connection refused")
+    _, ends = drive(MILES, order(), cell(False, "Running"), *[unsent] * MILES_TRIES)
+    assert ends == "refused: suspend cell rollout-1: not sent: connection refused"
+    _, ends = drive(MILES, order(), cell(False, "Running"), Reply(status=NO_STATUS), *[unsent] * (MILES_TRIES - 1))
+    assert ends.endswith("look whether cell rollout-1 is suspended, and resume it by hand")
 
 
 def test_a_watch_that_takes_over_after_the_last_call_finds_the_cell_resumed() -> None:
@@ -169,6 +178,16 @@ def test_the_group_with_that_name_is_asked_to_end_and_no_other() -> None:
     assert calls == [f"GET {URL}/status", f"POST {URL}/replica/{IDS[0].replace(':', '%3A')}/kill"]
     assert ends == f"the lighthouse asked {IDS[0]} to end"
     assert drive(TORCHFT, order("trainer/10"), PAGE, ok())[1] == f"the lighthouse asked {IDS[1]} to end"
+
+
+def test_a_request_that_was_not_sent_is_sent_again_and_one_without_an_answer_is_not() -> None:
+    unsent, silent = Reply(status=NOT_SENT, text="connection refused"), Reply(status=NO_STATUS, text="late")
+    calls, ends = drive(TORCHFT, order("trainer/1"), PAGE, unsent, unsent, ok())
+    assert len(calls) == 4 and ends == f"the lighthouse asked {IDS[0]} to end"
+    calls, ends = drive(TORCHFT, order("trainer/1"), PAGE, *[unsent] * 4)
+    assert len(calls) == 5 and ends == f"refused: end replica group {IDS[0]}: not sent: connection refused"
+    calls, ends = drive(TORCHFT, order("trainer/1"), PAGE, silent)
+    assert len(calls) == 2 and ends == f"refused: end replica group {IDS[0]}: no answer: late"
 
 
 def test_a_group_that_has_left_the_quorum_is_ended_by_its_processes() -> None:

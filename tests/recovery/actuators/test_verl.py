@@ -10,7 +10,7 @@ import pytest
 from rolecall.core.config.actuators import VerlActuator
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ActuatorError, ConfigError
-from rolecall.recovery.actuators.calls import NO_STATUS, REFUSED, Call, Reply
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, Reply
 from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.target import Member, Order
@@ -27,8 +27,17 @@ def verl(**config: object) -> Verl:
     return Verl(VerlActuator.model_validate({"kind": "verl", "url": URL, "token_path": "/token", **config}))
 
 
-def process(pid: int = 40, *, server: bool = True, alive: bool = True, started_at: float = NOW - 60) -> dict[str, Any]:
-    return {"pid": pid, "host": "10.0.0.1", "started_at": started_at, "alive": alive, "server": server}
+def process(
+    pid: int = 40,
+    *names: str,
+    server: bool = True,
+    alive: bool = True,
+    started_at: float = NOW - 60,
+    host: str = "10.0.0.1",
+) -> dict[str, Any]:
+    """`names`: of its host; none: as a plugin that does not tell them."""
+    found = {"pid": pid, "host": host, "started_at": started_at, "alive": alive, "server": server}
+    return {**found, "names": list(names)} if names else found
 
 
 def entry(replica: int = 1, *processes: dict[str, Any], **fields: object) -> dict[str, Any]:
@@ -93,6 +102,18 @@ def test_a_dry_run_reads_and_prints_the_order(tmp_path: Path) -> None:
         (ONE, entry(state="replacing"), "is being replaced by somebody else"),
         (ONE, entry(1, process(41)), "pid 40 of rollout/1#2 is no process of the job's replica 1 (41)"),
         (ONE, entry(1, process(40, started_at=NOW + CONSTRUCTED_SECONDS + 1)), "started after rollout/1#2"),
+        (
+            ONE,
+            entry(1, process(40, "n-2", "n-2.example")),
+            "is on n-1, and the job's replica 1 has this pid on another",
+        ),
+        (order(member("rollout/1", "n-1.a")), entry(1, process(40, "n-1.b")), "is on n-1.a, and"),
+        (ONE, entry(1, process(40, "n-12")), "give its agent one of these names (`node`)"),
+        (
+            ONE,
+            entry(1, process(40, "n-1", started_at=NOW + CONSTRUCTED_SECONDS + 1), process(40, "n-2")),
+            "started after rollout/1#2",
+        ),
         (ONE, entry(state="ended", processes=[]), "is no process of the job's replica 1 (none)"),
         (order(member("trainer/1", "n-1")), entry(), "there is no replica of verl for a trainer"),
     ],
@@ -120,6 +141,14 @@ def test_a_crash_that_ray_has_not_noticed_is_read_again() -> None:
         ((member("rollout/1", "n-1"),), (process(alive=False),)),  # Ray knows before its process is gone
         ((member("rollout/1", "n-1", pid=44),), (process(), process(44, server=False))),  # seen by its worker
         ((member("rollout/1", "n-1", at=0),), (process(started_at=NOW + 9999),)),  # since when is not known
+        ((member("rollout/1", "n-1"),), (process(40, "N-1.example"),)),  # named with its domain
+        ((member("rollout/1", "n-1.example"),), (process(40, "n-1"),)),
+        ((member("rollout/1", "10.0.0.1"),), (process(40, "worker"),)),  # named by its address
+        # Two hosts, of one replica, have the same PID.
+        (
+            (member("rollout/1", "n-1"),),
+            (process(40, "n-2", host="10.0.0.2", started_at=NOW + 9999), process(40, "n-1")),
+        ),
     ],
 )
 def test_what_is_meant_is_ordered(members: Sequence[Member], processes: Sequence[dict[str, Any]]) -> None:
@@ -141,6 +170,10 @@ def test_a_replica_whose_replacement_failed_is_ordered_again() -> None:
         (Reply(status=NO_STATUS, text="no whole answer"), "no answer: no whole answer"),
         (Reply(status=200, text="<html>"), "what answers is not rolecall's plugin"),
         (ok({"replicas": [{"replica": 1}]}), "what answers is not rolecall's plugin"),
+        (
+            ok({"replicas": [entry(1, {**process(), "names": ["n-1", 7]})]}),
+            "what answers is not rolecall's plugin",
+        ),
         (ok({"replicas": "x"}), "what answers is not rolecall's plugin"),
         (ok({"replicas": []}), "the job has 0 replicas 1, of none"),
         (ok({"replicas": [entry(), entry()]}), "the job has 2 replicas 1, of 1, 1"),
@@ -158,6 +191,9 @@ def test_an_order_without_an_answer_is_sent_again_and_is_the_same() -> None:
     calls, ends = run(ONE, listing(), *[nothing] * 4)
     assert calls == [READ, PUT, PUT, PUT, PUT]
     assert "no answer: late; if the order arrived, rollout/1 is replaced at the next weight update" in ends
+    unsent = Reply(status=NOT_SENT, text="connection refused")
+    assert run(ONE, listing(), *[unsent] * 4)[1].endswith("rollout/1: not sent: connection refused")
+    assert "if the order arrived" in run(ONE, listing(), nothing, *[unsent] * 3)[1]
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409])
@@ -176,7 +212,7 @@ def test_how_it_fails_in_the_job_is_said() -> None:
 
 
 def test_a_job_that_cannot_answer_now_is_asked_again() -> None:
-    away = [Reply(status=REFUSED), Reply(status=500), Reply(status=NO_STATUS)]
+    away = [Reply(status=NOT_SENT), Reply(status=500), Reply(status=NO_STATUS)]
     assert run(ONE, listing(), phase("waiting"), *away, phase("serving"))[1] == "rollout/1: why"
     calls, ends = run(ONE, listing(), phase("waiting"), *[Reply(status=500)] * LOOKS_MAX)
     assert f"not done after {LOOKS_MAX} looks" in ends and len(calls) < 200

@@ -160,6 +160,26 @@ def test_several_trainers_at_once_are_no_machine() -> None:
         ("trainer/1", CheckVerdict.SEVERAL, ""),
     ]
     assert compare(votes(), ()) == ()
+    after = band_after(learned(), ballots, found)
+    assert len(after.learned) == 104, "a lasting new level is learned by median and spread"
+    assert after.outside(numbers(0.1, 800.0)), "but nobody has computed them twice: they prove nothing"
+    confirmed = after.after([numbers(0.1, 800.0001)])
+    assert confirmed.outside(numbers(0.1, 800.0)) == ""
+
+
+def test_what_was_computed_once_is_forgotten_with_the_rest() -> None:
+    band = learned().after([numbers(3.0, 100.0), numbers(0.1, 900.0)], unproven=[numbers(3.0, 100.0)])
+    assert band.unproven == (numbers(3.0, 100.0),)
+    assert band.outside(numbers(3.0, 1.0)) and band.outside(numbers(0.0, 1000.0)) == "", "the other one is proven"
+    assert band.after(learned(REMEMBERED, seed=1).learned).unproven == ()
+
+
+def test_a_new_level_that_all_have_becomes_usual() -> None:
+    band = learned()
+    for n in range(REMEMBERED):
+        new = numbers(0.0, 1000.0 + n / 10)
+        band = band.after([new], unproven=[new] if band.outside(new) else [])
+    assert band.outside(numbers(0.0, 1000.0)) == ""
 
 
 def reported() -> ReportedException | None:

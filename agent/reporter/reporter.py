@@ -444,7 +444,7 @@ class step:
         if isinstance(error, Exception):
             exception(error)
             with contextlib.suppress(Exception):
-                error._rolecall_reported = True  # type: ignore[attr-defined] # the excepthook may see it again
+                error._rolecall_reported = True  # type: ignore[attr-defined] # a prompt shows it again
         elif _page.phase == PHASE_STEP and _page.q[at.W_PROGRESS] == self._progress:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
@@ -557,6 +557,11 @@ def health(
 def exception(exc: BaseException) -> None:
     """Reports an exception that ends this process or its work. It is on the page when this returns, whatever happens to
     the process; the side thread sends it to the agent, and interpreter exit waits for that (<= FLUSH_SECONDS)."""
+    _report_exception(exc, uncaught=False)
+
+
+def _report_exception(exc: BaseException, *, uncaught: bool) -> None:
+    """`uncaught`: nothing caught it, so this process ends, which may take seconds."""
     try:
         detail = describe_exception(exc)
         texts = (
@@ -568,13 +573,15 @@ def exception(exc: BaseException) -> None:
         with _page as page:
             q = page.q
             number, in_step = q[at.W_EXCEPTIONS] + 1, q[at.W_STEP]
-            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
+            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP], q[at.W_UNCAUGHT] = number, in_step, int(uncaught)
             if page.count_collectives is not None:
                 q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
             page.d[at.W_EXCEPTION_AT] = monotonic()
             at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
         if _client is not None:
             detail["step"] = str(in_step)
+            if uncaught:
+                detail[at.UNCAUGHT] = "1"
             _client.exception(detail, number=number)
     except Exception as e:  # noqa: BLE001 reporting one error must not raise another
         logger.warning("an exception could not be reported: %s", type(e).__name__)
@@ -598,8 +605,9 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
     global _uncaught
     if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is intended, not a fault
         _uncaught = True
-        if not getattr(exc, "_rolecall_reported", False):
-            exception(exc)
+        ends = not hasattr(sys, "ps1")  # a prompt shows the exception and goes on
+        if ends or not getattr(exc, "_rolecall_reported", False):  # reported before, it might still have been caught
+            _report_exception(exc, uncaught=ends)
     _previous_excepthook(kind, exc, where)
 
 

@@ -8,10 +8,10 @@
 Three workers train a model of the bundled trainer's size, data-parallel over gloo, each system with its own defaults.
 torchft: a lighthouse, and three replica groups of one rank, each under torchrun. Ray Train: one TorchTrainer with
 `max_failures=-1` and a checkpoint every five steps, on a local cluster of five nodes. The faults are those of
-`benchmarks.recovery.chaos` against a trainer, in the same seeded order, done by the same code. A fault has 120 s to be
-found and cured; a job that is not whole after it is ended, and another one is started. Each fault is a line of
-`results/chaos_peers.jsonl`; a piece takes the next ones without a line. The report has, beside them, rolecall's lines of
-`results/chaos.jsonl`. What counts as found, named and cured: `scoring.py`.
+`benchmarks.recovery.chaos` against a trainer, in the same seeded order. A fault has 120 s to be found and cured; a job
+that is not whole after it is ended, and another one is started. Each fault is a line of `results/chaos_peers.jsonl`; a
+piece takes the next ones without a line. The report has, beside them, rolecall's lines of `results/chaos.jsonl`. What
+counts as found, named and cured: `scoring.py`.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Jobs of other systems: their processes, their logs, and how they are ended. Everything is on the loopback interface."""
+"""Jobs of other systems: their processes, their logs, and how they are ended. Everything is on loopback."""
 
 import json
 import os

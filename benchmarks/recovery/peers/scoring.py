@@ -38,6 +38,8 @@ def _sign(pattern: str, *kinds: str, names: bool = False) -> Sign:
     return Sign(pattern=re.compile(pattern), kinds=frozenset(kinds), names=names)
 
 
+NODE = "node"
+"""The kind of a lost node; of all others it is the last word of the fault's kind."""
 SIGNS = {
     "torchft": (
         # torchrun, of its own child
@@ -48,7 +50,8 @@ SIGNS = {
     ),
     "ray-train": (
         _sign(r"\[Rank (?P<rank>\d+) Error Snippet\]", names=True),
-        _sign(r"ActorDiedError|ActorUnavailableError|NodeDiedError", "kill"),
+        _sign(r"died unexpectedly|died or was killed|actor is dead", "kill"),
+        _sign(r"its node has died|marked dead|node was terminated", NODE),
         _sign(r"\[FailurePolicy\]"),
         _sign(r"Training failed due to"),
     ),
@@ -80,17 +83,32 @@ def judged(
         "innocent": len([key for key in others if key not in alive]),
         "lost_steps": lost_steps(hit, injected_at, workers),
         "stall_seconds": round(stall_seconds(others, injected_at, ended_at, workers), 1),
-        "quote": next((x.text.strip()[:QUOTE_LENGTH] for x, _, _ in matched), ""),
+        "quote": _quote(matched),
     }
 
 
-QUOTE_LENGTH = 200
+QUOTE_LENGTH = 160
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def _quote(matched: Sequence[tuple[Said, Sign, re.Match[str]]]) -> str:
+    """The first line, the first that names, and the first that says what it was; each once."""
+    lines = [
+        next((x.text for x, sign, _ in matched if wanted(sign)), "")
+        for wanted in (lambda _: True, lambda sign: sign.names, lambda sign: bool(sign.kinds))
+    ]
+    cleaned = [COLOUR.sub("", text).strip()[:QUOTE_LENGTH] for text in lines if text]
+    return " ... ".join(dict.fromkeys(cleaned))
 
 
 def _names_right(fault: Fault, hit: Worker, matched: Sequence[tuple[Said, Sign, re.Match[str]]]) -> bool:
     who = {(name, int(value)) for _, sign, m in matched if sign.names for name, value in m.groupdict().items() if value}
     kinds = {kind for _, sign, _ in matched for kind in sign.kinds}
-    return bool(who) and who <= {("pid", hit.pid), ("rank", hit.rank)} and fault.last_word in kinds
+    return (
+        bool(who)
+        and who <= {("pid", hit.pid), ("rank", hit.rank)}
+        and (NODE if fault.kind == "node-kill" else fault.last_word) in kinds
+    )
 
 
 def cured(fault: Fault, hit: Worker, injected_at: float, workers: Sequence[Worker]) -> float | None:

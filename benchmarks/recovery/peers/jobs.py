@@ -122,13 +122,23 @@ class TorchftJob(_Started):
         return [] if ticks is None else [(pid, ticks)]
 
 
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Otherwise Ray replaces 127.0.0.1 by the address of an interface.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Its workers would be starved by other processes of the machine, or ended because of their memory.
+    "RAY_worker_niceness": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+
+
 class RayTrainJob(_Started):
     """One driver, which starts the cluster and the trainer."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._driver = self.start(
-            "driver", "-m", "benchmarks.recovery.peers.ray_job", str(NUM_REPLICAS), RAY_USAGE_STATS_ENABLED="0"
+            "driver", "-m", "benchmarks.recovery.peers.ray_job", str(NUM_REPLICAS), **RAY_ENVIRONMENT
         )
 
     def node_processes(self, worker: Worker) -> list[tuple[int, int]]:

@@ -57,6 +57,9 @@ class Progress:
         self._file = path.open("a", buffering=1)
         self._file.write(f"node {node}\n")
 
+    def close(self) -> None:
+        self._file.close()
+
     def attempt(self, step: int, committed: bool, loss: float) -> None:
         self._file.write(f"{time.time():.3f} {step} {int(committed)} {loss:g}\n")
 

@@ -49,7 +49,7 @@ def train(config: dict[str, Any]) -> None:
         loss = loss_of(model, rank, step, injection.factor(MICROBATCH))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        progress.attempt(step, True, float(loss))
+        progress.attempt(step, True, float(loss.detach()))
         step += 1
         if step % CHECKPOINT_STEPS:
             continue

@@ -113,8 +113,8 @@ def _one(system: str, job: Job, fault: Fault, logs: Logs) -> dict[str, Any]:
         hit = rng.choice(before)
     # What the workers have written until now; `before` is older if another one had to be killed first.
     num_steps = {w.key: len(w.attempts) for w in read_workers(job.run)}
+    logs.read()  # what was said until now is no finding
     with _injected(job, fault, hit) as injected_at:
-        logs.read()
         deadline = injected_at + DEADLINE_SECONDS
         while time.time() < deadline and _cured(fault, hit, injected_at, job) is None:
             job.tend()

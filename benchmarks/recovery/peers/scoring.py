@@ -136,8 +136,9 @@ def lost_steps(hit: Worker, injected_at: float, workers: Sequence[Worker]) -> in
     """Steps that were done again by processes that are new, and steps that a worker attempted and discarded."""
     before = [a.step for w in workers for a in w.attempts if a.committed and a.wall_at <= injected_at]
     known = [w for w in workers if w.attempts and w.attempts[0].wall_at <= injected_at]
-    new = [w.attempts[0].step for w in workers if w.attempts and w not in known]
-    again = max(0, max(before) + 1 - min(new)) if before and new else 0
+    new = [next((a.step for a in w.attempts if a.committed), None) for w in workers if w not in known]
+    first = min((step for step in new if step is not None), default=None)
+    again = max(0, max(before) + 1 - first) if before and first is not None else 0
     discarded = [
         len([a for a in w.attempts if a.wall_at > injected_at and not a.committed]) for w in known if w.key != hit.key
     ]

@@ -54,7 +54,7 @@ def main() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         step = manager.current_step()
         optimizer.step()
-        progress.attempt(step, manager.current_step() > step, float(loss))
+        progress.attempt(step, manager.current_step() > step, float(loss.detach()))
 
 
 if __name__ == "__main__":

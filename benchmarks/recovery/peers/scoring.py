@@ -87,7 +87,7 @@ def judged(
     }
 
 
-QUOTE_LENGTH = 160
+QUOTE_LENGTH = 300
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from benchmarks import common
 from benchmarks.recovery.peers.report import write_report
 from benchmarks.recovery.peers.run import LINES, run_piece
-from benchmarks.recovery.peers.schedule import SYSTEMS, left_out, piece, trainer_faults
+from benchmarks.recovery.peers.schedule import SYSTEMS, kinds, left_out, piece, trainer_faults
 
 
 def main() -> int:
@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--system", choices=SYSTEMS, default="torchft")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--count", type=int, default=11, help="faults of the piece: 1 to 100")
+    parser.add_argument("--kind", action="append", default=[], choices=kinds(), help="only faults of these kinds")
     args = parser.parse_args()
     if not 1 <= args.count <= 100:
         parser.error(f"--count: {args.count}: expected 1 to 100")
@@ -45,7 +46,7 @@ def main() -> int:
                 "torchft is not installed: pip install --target FOLDER torchft-nightly, then PYTHONPATH=FOLDER"
             )
         facts = {"commit": common.commit(), "seed": args.seed, "host": common.hardware()}
-        run_piece(args.system, piece(args.system, args.seed, common.read_lines(LINES), args.count), facts)
+        run_piece(args.system, piece(args.system, args.seed, common.read_lines(LINES), args.count, args.kind), facts)
     return write_report()
 
 

@@ -126,6 +126,7 @@ RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise Ray replaces 127.0.0.1 by the address of an interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_DEDUP_LOGS": "0",
     # Its workers would be starved by other processes of the machine, or ended because of their memory.
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",

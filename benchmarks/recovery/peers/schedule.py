@@ -1,6 +1,6 @@
 """The part of the chaos schedule that a trainer of another system can meet, in the same seeded order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from benchmarks.recovery.chaos.schedule import MATRIX, Fault, is_reason, schedule
@@ -19,10 +19,12 @@ def trainer_faults(seed: int) -> list[Fault]:
     return [f for f in schedule(seed) if f.role == ROLE and f.name not in NOT_THERE]
 
 
-def piece(system: str, seed: int, lines: Sequence[dict[str, Any]], count: int) -> list[Fault]:
-    """The next faults of the schedule without a line of this system."""
+def piece(
+    system: str, seed: int, lines: Sequence[dict[str, Any]], count: int, only: Collection[str] = ()
+) -> list[Fault]:
+    """The next faults of the schedule without a line of this system. `only`: of these kinds; empty: of all."""
     done = {x["number"] for x in lines if x["line"] == "fault" and (x["system"], x["seed"]) == (system, seed)}
-    return [f for f in trainer_faults(seed) if f.number not in done][:count]
+    return [f for f in trainer_faults(seed) if f.number not in done and (not only or f.name in only)][:count]
 
 
 def kinds() -> list[str]:

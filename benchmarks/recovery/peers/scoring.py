@@ -81,7 +81,7 @@ def judged(
         "named": named,
         "cured_seconds": None if cured_at is None else round(cured_at - injected_at, 2),
         "innocent": len([key for key in others if key not in alive]),
-        "lost_steps": lost_steps(hit, injected_at, workers),
+        "lost_steps": lost_steps(others, injected_at, workers),
         "stall_seconds": round(stall_seconds(others, injected_at, ended_at, workers), 1),
         "quote": _quote(matched),
     }
@@ -132,17 +132,16 @@ def _discarded(fault: Fault, hit: Worker, injected_at: float) -> bool:
     return fault.last_word in ("nan", "wrong") and bool(after) and not after[0].committed
 
 
-def lost_steps(hit: Worker, injected_at: float, workers: Sequence[Worker]) -> int:
-    """Steps that were done again by processes that are new, and steps that a worker attempted and discarded."""
-    before = [a.step for w in workers for a in w.attempts if a.committed and a.wall_at <= injected_at]
-    known = [w for w in workers if w.attempts and w.attempts[0].wall_at <= injected_at]
-    new = [next((a.step for a in w.attempts if a.committed), None) for w in workers if w not in known]
-    first = min((step for step in new if step is not None), default=None)
-    again = max(0, max(before) + 1 - first) if before and first is not None else 0
-    discarded = [
-        len([a for a in w.attempts if a.wall_at > injected_at and not a.committed]) for w in known if w.key != hit.key
-    ]
-    return again + max(discarded, default=0)
+def lost_steps(others: Collection[tuple[int, int]], injected_at: float, workers: Sequence[Worker]) -> int:
+    """Steps that a rank which was not hit does again in a new process, and those that it attempted and discarded."""
+    last = max((a.step for w in workers for a in w.attempts if a.committed and a.wall_at <= injected_at), default=-1)
+    again, discarded = [0], [0]
+    for w in workers:
+        if w.key in others:
+            discarded.append(sum(a.wall_at > injected_at and not a.committed for a in w.attempts))
+        elif w.rank in {other.rank for other in workers if other.key in others}:
+            again += [last + 1 - a.step for a in w.attempts if a.committed and a.wall_at > injected_at][:1]
+    return max(again) + max(discarded)
 
 
 def stall_seconds(

@@ -72,6 +72,7 @@ def test_a_piece_goes_on_where_the_system_has_no_line() -> None:
         {"line": "fault", "system": "torchft", "seed": 1, "number": second.number},
     ]
     assert schedule.piece("torchft", 0, lines, 2) == [second, third]
+    assert schedule.piece("torchft", 0, lines, 1, [third.name]) == [third]
 
 
 @pytest.mark.parametrize(

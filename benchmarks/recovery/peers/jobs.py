@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ from rolecall.core.ids import process_start_ticks
 from rolecall.rl_runtime.processes import find_processes, is_alive, kill_process, run_environment
 
 NUM_REPLICAS = 3
-START_SECONDS = 240.0
+START_SECONDS = 300.0
 STOP_SECONDS = 15.0
 
 
@@ -148,7 +149,7 @@ class RayTrainJob(_Started):
         return [] if ticks is None else [(pid, ticks)]
 
 
-JOBS = {"torchft": TorchftJob, "ray-train": RayTrainJob}
+JOBS: Mapping[str, Callable[[str], TorchftJob | RayTrainJob]] = {"torchft": TorchftJob, "ray-train": RayTrainJob}
 
 
 def live_workers(run: Path) -> list[Worker]:

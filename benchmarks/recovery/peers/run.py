@@ -1,6 +1,7 @@
 """Injects the faults of a piece into jobs of another system, one after the other, and writes a line of each.
 
-A job goes on with the next fault if it is whole again; else it is ended and another one is started.
+A fault ends after its deadline at the latest. A job goes on with the next one if it is whole again; else it is ended and
+another one is started.
 """
 
 import random
@@ -36,6 +37,8 @@ SETTLE_SECONDS = 3.0
 """After a cure: what the system ends late, and what it says late, counts with the fault."""
 MEET_SECONDS, MEET_HOLD_SECONDS = 20.0, 5.0
 HEAL_SECONDS = 120.0
+GO_ON_SECONDS = 45.0
+"""After a fault, which is over by then: a job whose workers all make steps again takes the next one."""
 CALM_STEPS = 8
 """Steps of each process before a fault."""
 SLOW_FACTOR, DUTY_PERIOD_SECONDS = 4.0, 0.2
@@ -67,17 +70,21 @@ class Logs:
 def run_piece(system: str, faults: Sequence[Fault], facts: Mapping[str, Any]) -> None:
     about = {"line": "fault", "system": system, "version": version(PACKAGES[system]), **facts}
     job: Job | None = None
+    since = 0.0  # the end of the last fault, wall seconds
     try:
         for fault in faults:
-            job = job or JOBS[system](f"peers-{system}-{fault.number}-{int(time.time())}")
+            if job is None:
+                since = 0.0
+                job = JOBS[system](f"peers-{system}-{fault.number}-{int(time.time())}")
             logs = Logs(job.run / "logs")
             try:
-                found = _one(system, job, fault, logs)
+                found = _one(system, job, fault, logs, since)
             except (TimeoutError, QuotaUnavailable) as e:
                 found = {"injected": False, "reason": str(e)}
             common.add_line(LINES, {**about, "number": fault.number, "name": fault.name, **found})
             print(fault.number, fault.name, found, flush=True)
-            if found.get("cured_seconds") is None:
+            since = time.time()
+            if not _goes_on(job, since):
                 job.stop()
                 job = None
     finally:
@@ -93,18 +100,26 @@ def _until(job: Job, what: str, seconds: float, found: Callable[[], Any]) -> Any
     return common.until(what, seconds, tended)
 
 
-def _whole(job: Job) -> list[Worker] | None:
-    """One live worker of each rank, all of which have committed steps with a finite loss."""
+def _goes_on(job: Job, since: float) -> bool:
+    try:
+        _until(job, "a whole job", GO_ON_SECONDS, lambda: _whole(job, since))
+    except TimeoutError:
+        return False
+    return True
+
+
+def _whole(job: Job, since: float) -> list[Worker] | None:
+    """One live worker of each rank, all of which have committed steps with a finite loss since then."""
     live = live_workers(job.run)
     if sorted(w.rank for w in live) != list(range(NUM_REPLICAS)):
         return None
-    calm = [[a for a in w.attempts if a.committed and is_finite(a)] for w in live]
+    calm = [[a for a in w.attempts if a.committed and is_finite(a) and a.wall_at > since] for w in live]
     return live if all(len(attempts) >= CALM_STEPS for attempts in calm) else None
 
 
-def _one(system: str, job: Job, fault: Fault, logs: Logs) -> dict[str, Any]:
+def _one(system: str, job: Job, fault: Fault, logs: Logs, since: float) -> dict[str, Any]:
     rng = random.Random(fault.seed)
-    before = _until(job, "a whole job", START_SECONDS, lambda: _whole(job))
+    before = _until(job, "a whole job", START_SECONDS, lambda: _whole(job, since))
     logs.read()
     excused: set[tuple[int, int]] = set()
     if fault.kind == "holder-kill":
@@ -189,7 +204,7 @@ def _injected(job: Job, fault: Fault, hit: Worker) -> Iterator[float]:
     request = request_path(RunDir(job.run), *hit.key)
     pid, ticks = hit.key
     if fault.how in ("gil", "lock", "read", "nan", "scale"):
-        yield _meet(job, hit, InProcessFault(fault.how), 2 * DEADLINE_SECONDS)
+        yield _meet(job, hit, InProcessFault(fault.how), DEADLINE_SECONDS)
         return
     if fault.kind != "holder-kill":
         _meet(job, hit, InProcessFault.MEET, MEET_HOLD_SECONDS)
@@ -202,6 +217,7 @@ def _injected(job: Job, fault: Fault, hit: Worker) -> Iterator[float]:
         case "stop":
             kill_process(pid, ticks, signal.SIGSTOP)
             yield time.time()
+            kill_process(pid, ticks, signal.SIGCONT)
         case "quota":
             with cpu_quota(pid, QUOTA_RATIO):
                 request.unlink(missing_ok=True)

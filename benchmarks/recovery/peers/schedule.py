@@ -1,9 +1,10 @@
 """The part of the chaos schedule that a trainer of another system can meet, in the same seeded order."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from benchmarks.recovery.chaos.schedule import MATRIX, Fault, is_reason, schedule
+from benchmarks.recovery.chaos.schedule import MATRIX, TRIES_MAX, Fault, is_reason, schedule
 
 SYSTEMS = ("torchft", "ray-train")
 ROLE = "trainer"
@@ -22,8 +23,11 @@ def trainer_faults(seed: int) -> list[Fault]:
 def piece(
     system: str, seed: int, lines: Sequence[dict[str, Any]], count: int, only: Collection[str] = ()
 ) -> list[Fault]:
-    """The next faults of the schedule without a line of this system. `only`: of these kinds; empty: of all."""
-    done = {x["number"] for x in lines if x["line"] == "fault" and (x["system"], x["seed"]) == (system, seed)}
+    """The next faults of the schedule that were not injected yet, nor refused twice. `only`: of these kinds; empty: of
+    all."""
+    of_system = [x for x in lines if x["line"] == "fault" and (x["system"], x["seed"]) == (system, seed)]
+    tries = Counter(x["number"] for x in of_system)
+    done = {x["number"] for x in of_system if x["injected"]} | {n for n, k in tries.items() if k >= TRIES_MAX}
     return [f for f in trainer_faults(seed) if f.number not in done and (not only or f.name in only)][:count]
 
 

@@ -67,12 +67,15 @@ def test_what_is_left_out_has_a_reason_and_nothing_is_both() -> None:
 def test_a_piece_goes_on_where_the_system_has_no_line() -> None:
     first, second, third = schedule.trainer_faults(0)[:3]
     lines = [
-        {"line": "fault", "system": "torchft", "seed": 0, "number": first.number},
-        {"line": "fault", "system": "ray-train", "seed": 0, "number": second.number},
-        {"line": "fault", "system": "torchft", "seed": 1, "number": second.number},
+        {"line": "fault", "system": "torchft", "seed": 0, "number": first.number, "injected": True},
+        {"line": "fault", "system": "ray-train", "seed": 0, "number": second.number, "injected": True},
+        {"line": "fault", "system": "torchft", "seed": 1, "number": second.number, "injected": True},
     ]
     assert schedule.piece("torchft", 0, lines, 2) == [second, third]
     assert schedule.piece("torchft", 0, lines, 1, [third.name]) == [third]
+    refused = {"line": "fault", "system": "torchft", "seed": 0, "number": second.number, "injected": False}
+    assert schedule.piece("torchft", 0, [*lines, refused], 2) == [second, third]
+    assert schedule.piece("torchft", 0, [*lines, refused, refused], 1) == [third]
 
 
 @pytest.mark.parametrize(

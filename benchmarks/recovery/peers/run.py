@@ -1,7 +1,7 @@
 """Injects the faults of a piece into jobs of another system, one after the other, and writes a line of each.
 
-A fault ends after its deadline at the latest. A job goes on with the next one if it is whole again; else it is ended and
-another one is started.
+A fault ends after its deadline at the latest. A job goes on with the next one if it is whole again; else it is ended
+and another one is started.
 """
 
 import random

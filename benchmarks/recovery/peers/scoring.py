@@ -88,6 +88,8 @@ def judged(
 
 
 QUOTE_LENGTH = 300
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[\w.@-]+/)+")
+"""Of a path: they differ between machines."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -97,7 +99,7 @@ def _quote(matched: Sequence[tuple[Said, Sign, re.Match[str]]]) -> str:
         next((x.text for x, sign, _ in matched if wanted(sign)), "")
         for wanted in (lambda _: True, lambda sign: sign.names, lambda sign: bool(sign.kinds))
     ]
-    cleaned = [COLOUR.sub("", text).strip()[:QUOTE_LENGTH] for text in lines if text]
+    cleaned = [FOLDERS.sub("", COLOUR.sub("", text)).strip()[:QUOTE_LENGTH] for text in lines if text]
     return " ... ".join(dict.fromkeys(cleaned))
 
 

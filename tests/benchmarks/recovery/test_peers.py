@@ -103,7 +103,11 @@ def test_what_was_said_before_and_what_is_said_in_health_is_no_finding() -> None
     assert (found["found_seconds"], found["named"], found["quote"]) == (None, False, "")
 
 
-def test_the_quote_has_who_and_what_without_colours() -> None:
+def test_the_quote_has_who_and_what_without_colours_and_folders() -> None:
+    found = judged(
+        "torchft", said("group-0: failed (exitcode: -9) local_rank: 0 (pid: 10) of binary: /opt/x/bin/python")
+    )
+    assert found["quote"].endswith("(pid: 10) of binary: python")
     found = judged("ray-train", said(f"driver: \x1b[36m{RAY[0].format(0)}\x1b[0m", RAY[1]))
     assert "[Rank 0 Error Snippet]: ... " in found["quote"]
     assert found["quote"].endswith("died unexpectedly before finishing this task.")

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks import common
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import IncidentOpened
+from rolecall.core.journal.payloads.recovery import IncidentOpened
 from rolecall.testing.watched_job import WatchedJob
 from rolecall.views import observed_course, observed_ranks
 

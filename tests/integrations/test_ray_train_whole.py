@@ -12,7 +12,7 @@ import pytest
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import IncidentClosed, IncidentOpened, IncidentUpdated
+from rolecall.core.journal.payloads.recovery import IncidentClosed, IncidentOpened, IncidentUpdated
 from tests.docs.pages import ROOT
 from tests.integrations.shell import Shell
 from tests.support import eventually

@@ -16,7 +16,7 @@ from enum import StrEnum
 
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
+from rolecall.core.journal.payloads.recovery import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import in_words, utc
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence

@@ -23,7 +23,7 @@ from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, NothingScored
 from rolecall.core.ids import GroupId, replica_id
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.run import (
     ChainHead,
     CheckpointWritten,
     DatasetProgress,

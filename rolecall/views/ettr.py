@@ -26,7 +26,7 @@ from typing import Any
 
 from rolecall.core.ids import role_of
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import EpochAdvanced, RunStarted, StepCommitted
+from rolecall.core.journal.payloads.run import EpochAdvanced, RunStarted, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply_leniently
 from rolecall.views.incidents import (

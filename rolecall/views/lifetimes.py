@@ -11,7 +11,7 @@ from typing import Any
 
 from rolecall.core.ids import ReplicaId, role_of
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.run import (
     EpochAdvanced,
     ReplicaLost,
     ReplicaReady,

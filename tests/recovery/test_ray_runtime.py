@@ -9,7 +9,7 @@ from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
-from rolecall.core.journal.payloads import NodeQuarantined
+from rolecall.core.journal.payloads.recovery import NodeQuarantined
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.testing.recovery_world import FLEET

@@ -16,7 +16,7 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.membership import STANDBY_ROLES
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import MetricScope, MetricType

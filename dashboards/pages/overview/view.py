@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.diagnosis import ActionKind, Suspect
 from rolecall.core.ids import role_of
 from rolecall.core.journal.evaluations import EvaluationPoint
-from rolecall.core.journal.payloads import EvaluationFinished, OncallPaged
+from rolecall.core.journal.payloads.recovery import OncallPaged
+from rolecall.core.journal.payloads.run import EvaluationFinished
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import counted, in_words, percent, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (

@@ -1,9 +1,10 @@
 """Reports the steps of a training process whose code reports nothing, through torch's own hooks.
 
 A process is a rank once one of its optimizers has made a step: launchers, data loaders and compile workers never do,
-though they inherit the environment. A unit of work is a step of the leading optimizer; gradient accumulation only
-makes it longer. Once modules are hooked, further steps after the same forward pass are no unit of their own:
-DeepSpeed's ZeRO steps its optimizer once for each parameter group.
+though they inherit the environment. Its rank is asked for then: actors of Ray learn theirs after torch is imported.
+A unit of work is a step of the leading optimizer; gradient accumulation only makes it longer. Once modules are hooked,
+further steps after the same forward pass are no unit of their own: DeepSpeed's ZeRO steps its optimizer once for each
+parameter group.
 
 From the second step on the outermost modules that are called with gradients are looked for, and hooked when some are
 found. Then the phase is `step` from the first such call in training mode to the optimizer's end, and `wait` between two
@@ -26,6 +27,7 @@ is left to it. Standard library only; torch is what the job has imported.
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -41,6 +43,9 @@ PHASE_STEP, PHASE_WAIT = "step", "wait"
 """core.telemetry.Phase, which is not imported here."""
 ROOTS_MAX = 4
 """Hooked modules: policy, critic, and others that a step trains."""
+TITLE_BYTES_MAX = 4096
+_CRITIC = re.compile(r"ray::\w*(Critic|ValueWorker)")
+"""OpenRLHF's and verl's critics, and NeMo-RL's."""
 REST_SECONDS = 0.01
 """Longer steps are all looked at: at most 0.3 % of their time. An agent takes a sample of many shorter ones."""
 STEPS_WITHOUT_LEAD = 8
@@ -50,7 +55,9 @@ STEPS_WITHOUT_LEAD = 8
 class Report(Protocol):
     """What is used of the module `reporter`."""
 
-    def start(self, *, source: str) -> None: ...
+    def start(
+        self, *, source: str, role: str | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> None: ...
     def is_started(self) -> bool: ...
     def enter_phase(self, name: str) -> None: ...
     def finish_step(
@@ -71,7 +78,39 @@ class Report(Protocol):
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether the process can know its rank: an actor of Ray can only if its environment says so."""
-    return "RAY_JOB_ID" not in environ or any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+    return "RAY_JOB_ID" not in environ or _names_rank(environ)
+
+
+def _names_rank(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in ("ROLECALL_RANK", "RANK", "SLURM_PROCID"))
+
+
+def title() -> str:
+    """Of this process, as Ray sets it; empty: it cannot be read."""
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            return file.read(TITLE_BYTES_MAX).partition(b"\0")[0].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def role_of_actor(environ: Mapping[str, str], title: str) -> str | None:
+    """`critic` for an actor of Ray whose class trains one, unless ROLECALL_ROLE names a role; None: as by default. The
+    same rank of policy and critic are two processes."""
+    if "RAY_JOB_ID" in environ and not environ.get("ROLECALL_ROLE") and _CRITIC.match(title):
+        return "critic"
+    return None
+
+
+def rank_in_group(environ: Mapping[str, str]) -> dict[str, int]:
+    """`rank` and `world_size` of the default process group of torch.distributed. Empty: there is none, or the
+    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    try:
+        group = distributed.GroupMember.WORLD
+        return {} if group is None or _names_rank(environ) else {"rank": group.rank(), "world_size": group.size()}
+    except Exception:  # noqa: BLE001 torch has changed: the job goes on, as a process without a group
+        return {}
 
 
 def issued_collectives() -> int:
@@ -90,9 +129,8 @@ _watch: "TrainingWatch | None" = None
 def attach(optimizers: ModuleType) -> None:
     """`optimizers`: torch.optim.optimizer, just imported; the rest of torch is not."""
     global _watch
-    if is_rank(os.environ):
-        _watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
-        optimizers.register_optimizer_step_post_hook(_watch.after_optimizer)
+    _watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
+    optimizers.register_optimizer_step_post_hook(_watch.after_optimizer)
 
 
 def stand_down() -> None:
@@ -172,10 +210,10 @@ class TrainingWatch:
         if not self._leads(id(optimizer)):
             return
         if led is None and self._starts:
-            if self._report.is_started():
-                self._off = True  # the job reports itself
+            if self._report.is_started() or not is_rank(os.environ):
+                self._off = True  # the job reports itself, or nobody can say which rank it is
                 return
-            self._report.start(source=SOURCE)
+            self._report.start(source=SOURCE, role=role_of_actor(os.environ, title()), **rank_in_group(os.environ))
             self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
             self._thread = threading.get_ident()

@@ -44,13 +44,13 @@ class Loop:
         self.hooked = True
         handle = optimizers.register_optimizer_step_post_hook(self.watch.after_optimizer)
         self.steps(5)  # rank, modules and the order of gradients are known after the third
-        parameters = [p for p in self.model.parameters() if p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+        parameters = [p for p in self.model.parameters() if p._post_accumulate_grad_hooks]
         self._places = [
             self.model._forward_pre_hooks,
             self.model._forward_hooks,
-            self.model._forward_hooks_always_called,  # type: ignore[list-item]
-            *(p._post_accumulate_grad_hooks for p in parameters),  # type: ignore[attr-defined]
-            optimizers._global_optimizer_post_hooks,  # type: ignore[list-item]
+            self.model._forward_hooks_always_called,
+            *(p._post_accumulate_grad_hooks for p in parameters),
+            optimizers._global_optimizer_post_hooks,
         ]
         self._kept = [dict(place) for place in self._places]
         self.handle = handle

@@ -15,7 +15,15 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rolecall.agent.autostart.training import REST_SECONDS, STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank
+from rolecall.agent.autostart.training import (
+    REST_SECONDS,
+    STEPS_WITHOUT_LEAD,
+    Hook,
+    TrainingWatch,
+    is_rank,
+    rank_in_group,
+    role_of_actor,
+)
 
 
 class Report:
@@ -29,11 +37,12 @@ class Report:
         self.loading: list[float] = []
         self.passes: list[int] = []
         self.exchanges = 0
+        self.identity: dict[str, int] = {}
         self.counted: list[int] = []
 
-    def start(self, *, source: str) -> None:
-        assert source == "hooks"
-        self.started = True
+    def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
+        assert source == "hooks" and role is None
+        self.started, self.identity = True, identity
 
     def is_started(self) -> bool:
         return self.started
@@ -319,9 +328,36 @@ def test_other_threads_do_not_count(job: Job) -> None:
     assert report.phases == []
 
 
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 3 of 4, by the default process group alone."""
+    world = SimpleNamespace(rank=lambda: 3, size=lambda: 4, _get_sequence_number_for_group=lambda: 0)
+    distributed = SimpleNamespace(GroupMember=SimpleNamespace(WORLD=world))
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", distributed)
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_rank_is_that_of_the_process_group(job: Job) -> None:
+    assert warm(job).identity == {"rank": 3, "world_size": 4}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["RANK", "ROLECALL_RANK", "SLURM_PROCID"])
+def test_a_rank_of_the_environment_counts(name: str) -> None:
+    assert rank_in_group({name: "1"}) == {}
+    assert rank_in_group({"LOCAL_RANK": "1", "NODE_RANK": "0"}) == {"rank": 3, "world_size": 4}
+
+
+def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
+    report = warm(job)
+    assert report.started and report.identity == {}
+
+
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self, *, source: str) -> None:
+        def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
             raise OSError("no space")
 
     job = Job(Broken())
@@ -359,6 +395,34 @@ def test_an_actor_of_ray_is_a_rank_if_it_is_told_which() -> None:
     assert is_rank({}) and is_rank({"RANK": "3"})
     assert not is_rank({"RAY_JOB_ID": "01000000"})
     assert is_rank({"RAY_JOB_ID": "01000000", "RANK": "0"})
+
+
+def test_an_actor_of_ray_may_be_told_after_torch_is_imported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.setenv("RANK", "1")  # torch has its hook already
+    assert warm(job).steps == [1, 2]
+
+
+def test_an_actor_of_ray_that_is_never_told_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not warm(job).started
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("ray::CriticModelActor.fit", "critic"),
+        ("ray::MegatronValueWorker.train", "critic"),
+        ("ray::PolicyModelActor.fit", None),
+        ("python train_critic.py", None),
+    ],
+)
+def test_the_actor_of_a_critic_is_no_rank_of_the_trainer(title: str, role: str | None) -> None:
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "RANK": "0"}, title) == role
+    assert role_of_actor({"RANK": "0"}, title) is None
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "ROLECALL_ROLE": "value"}, title) is None
 
 
 def test_of_short_steps_some_are_looked_at_and_all_are_counted(short: Job) -> None:

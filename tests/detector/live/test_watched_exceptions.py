@@ -5,7 +5,7 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.processes import ReceivedException
-from rolecall.detector.live.stages.crash import blames_code, is_consequence
+from rolecall.detector.live.stages.exits.crash import blames_code, is_consequence
 from tests.detector.live.torchrun_job import GLOO_CLOSED, NODE, TorchrunJob, job
 
 

@@ -33,9 +33,9 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
-from rolecall.detector.live.stages.ray_deaths import awaits_word
-from rolecall.detector.live.stages.skipped import ABORT_SIGNALS
-from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
+from rolecall.detector.live.stages.exits.ray_deaths import awaits_word
+from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS
+from rolecall.detector.live.stages.progress.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONSEQUENCES = frozenset(

@@ -138,7 +138,7 @@ def main() -> int:
         f"| microseconds of a step that is looked at | {looked_text} | none |",
         f"| share of a step of {step * 1e3:.0f} ms | {share_text} | {BAR_SHARE:.1%} |",
         f"| the same, from the microseconds | {looked / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
-        f"| share of {rest}, from the microseconds | {looked / REST_SECONDS / 1e6:+.2%} | | {BAR_SHARE:.1%} |",
+        f"| of a step of {rest}, from the microseconds | {looked / REST_SECONDS / 1e6:+.2%} | | {BAR_SHARE:.1%} |",
     ]
     common.publish("hook_cost", lines)
     return 0

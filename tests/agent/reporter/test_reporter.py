@@ -253,6 +253,48 @@ loss()
     assert len(shown.fingerprint) == 16
 
 
+HOOK_OF_THE_JOB = "sys.excepthook = lambda *_, before=sys.excepthook: (print('mine'), before(*_))"
+RECORDED = """from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main(): raise ValueError('bad')
+main()"""
+
+
+@pytest.mark.parametrize(
+    ("code", "number", "uncaught"),
+    [
+        ("raise ValueError('bad')", 1, True),
+        (f"{HOOK_OF_THE_JOB}\nraise ValueError('bad')", 1, True),  # the job's own hook, set later, calls ours
+        (
+            "with reporter.step(3): raise ValueError('bad')",
+            2,
+            True,
+        ),  # told as it left the block, and as nothing caught it
+        ("try:\n  with reporter.step(3): raise ValueError('bad')\nexcept ValueError: pass", 1, False),
+        ("try: raise ValueError('bad')\nexcept ValueError: pass", 0, False),
+        ("t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()", 0, False),  # the process goes on
+        ("sys.ps1 = '>>> '\nraise ValueError('bad')", 1, False),  # a prompt shows it and goes on
+        ("sys.exit(3)", 0, False),
+        ("raise KeyboardInterrupt", 0, False),
+        (RECORDED, 1, True),
+    ],
+)
+def test_only_an_exception_that_nothing_caught_ends_the_process(
+    tmp_path: Path, code: str, number: int, uncaught: bool
+) -> None:
+    start = f"reporter.start(replica='trainer/1', rank=0, incarnation=1, secret='s', node_dir={str(tmp_path)!r})"
+    script = f"import sys, threading\nfrom rolecall.agent.reporter import reporter\n{start}\n{code}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
+    )
+    [path] = tmp_path.glob("pages/*.page")
+    shown = PageReader(path).read().exception
+    assert (shown.number if shown else 0, shown is not None and shown.uncaught) == (number, uncaught), done.stderr
+    if shown is not None:
+        assert (shown.type, "uncaught" in shown.detail()) == ("ValueError", uncaught)
+    assert ("mine" in done.stdout) is (HOOK_OF_THE_JOB in code)
+
+
 def test_ctrl_c_is_no_exception_of_the_job(tmp_path: Path) -> None:
     code = f"""
 from rolecall.agent.reporter import reporter

@@ -81,7 +81,8 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
 
 def _progress(progress: Mapping[str, Any], num_steps: int | None) -> list[Text]:
     steps, reward, data = progress["steps"], progress["reward"], progress["dataset"]
-    of = f" of {num_steps:,}" if num_steps else ""
+    # A run goes on while an incident is open.
+    of = "" if not num_steps else f" of {num_steps:,}" if steps <= num_steps else f", {num_steps:,} were asked for"
     lines = [_text(f"steps committed: {steps:,}{of}", f"; reward {reward:.3f}" if reward is not None else "")]
     if data is not None:
         dropped = ", ".join(f"{num:,} {reason}" for reason, num in sorted(data["dropped"].items()))

@@ -100,7 +100,8 @@ def _chip(row: ReplicaRow) -> list[tuple[str, str]]:
 def _progress(snapshot: RunSnapshot) -> Text:
     if snapshot.step < 0:
         return _line((snapshot.note or "starting", "dim"))
-    of = f"/{snapshot.num_steps}" if snapshot.num_steps else ""
+    # It goes on beyond them while an incident is open.
+    of = f"/{n}" if (n := snapshot.num_steps) and snapshot.step < n else ""
     reward = f"{snapshot.rewards[-1]:.2f}" if snapshot.rewards else "-"
     rate = f"{snapshot.tokens_per_second:,.0f}" if snapshot.tokens_per_second is not None else "-"
     pace = f"{snapshot.step_seconds:.2f}" if snapshot.step_seconds is not None else "-"

@@ -356,6 +356,12 @@ def test_a_plan_that_begins_with_the_diagnosis_adds_only_the_rest() -> None:
     assert plain_lines(None, bare)[1].endswith("incident i-1 rollout/1#1: acting")
 
 
+def test_steps_beyond_those_asked_for_are_no_share() -> None:
+    within = RunSnapshot(now=1.0, step=119, num_steps=120)
+    assert "step 120/120 " in plain_lines(None, within)[0]
+    assert "step 127 " in plain_lines(None, replace(within, step=126))[0]
+
+
 def test_what_a_start_waits_for_is_not_said_twice() -> None:
     starting = RunSnapshot(now=1.0, note="rollout/1#1 is ready on node-2, pid 5")
     assert plain_lines(None, starting) == []

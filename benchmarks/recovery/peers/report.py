@@ -41,7 +41,9 @@ def report(lines: Sequence[Line], chaos: Sequence[Line]) -> Iterator[str]:
                 yield f"- not injected: {x['seed']}/{x['number']}, {x['name']}: {x['reason']}"
         yield ""
     yield from ("## Side by side", "")
-    yield from side_by_side(injected, [x for x in counted(chaos).values() if x["injected"] and x["role"] == ROLE])
+    yield from side_by_side(
+        injected, [x for x in counted(chaos).values() if x["injected"] and x["met"] and x["role"] == ROLE]
+    )
     yield from ("## Not in the schedule", "")
     yield from (f"- {name}: {reason}" for name, reason in left_out())
 

@@ -20,7 +20,7 @@ from rolecall.agent.registry import Registry
 from rolecall.core.config.job import problems_of, read_yaml_file
 from rolecall.core.config.section import Section
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import NodeId, checked_id, split_replica
+from rolecall.core.ids import NodeId, checked_id, role_of, split_replica
 
 Interval = Annotated[float, Field(ge=0.2, le=300.0)]
 
@@ -390,5 +390,5 @@ def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> Non
     if file.vllm.enabled and file.vllm.engines:
         from rolecall.agent.collectors.engine.vllm import EngineEndpoint, VllmCollector
 
-        engines = [EngineEndpoint(e.url, e.replica.partition("/")[0], e.replica, e.rank) for e in file.vllm.engines]
+        engines = [EngineEndpoint(e.url, role_of(e.replica), e.replica, e.rank) for e in file.vllm.engines]
         found.append(VllmCollector(node, engines, interval_seconds=file.vllm.interval_seconds))

@@ -8,7 +8,7 @@ from typing import Any, Self
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import RunStarted
+from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.core.membership import (
     COMPUTING_ROLES,
     HYBRID_ROLES,

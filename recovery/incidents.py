@@ -28,7 +28,7 @@ from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     ActionDone,
     ActionFailed,
     ActionStarted,
@@ -46,8 +46,8 @@ from rolecall.core.journal.payloads import (
     PlanExpired,
     PlanProposed,
     PlanRejected,
-    RunEnded,
 )
+from rolecall.core.journal.payloads.run import RunEnded
 from rolecall.core.journal.rows import DamagedLine
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
-from rolecall.core.journal.payloads import EvidenceCollected
+from rolecall.core.journal.payloads.recovery import EvidenceCollected
 
 
 class ObservationSource(Protocol):

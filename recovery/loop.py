@@ -33,12 +33,12 @@ from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import (
     IncidentUpdated,
     LeaseAcquired,
     NodeReturnedToService,
     OncallPaged,
-    Payload,
     PlanCreated,
 )
 from rolecall.core.journal.rows import DamagedLine

@@ -11,7 +11,8 @@ from rolecall.core.diagnosis import ActionKind, Fate, Plan
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import (
     ActionDone,
     ActionFailed,
     ActionStarted,
@@ -20,7 +21,6 @@ from rolecall.core.journal.payloads import (
     IncidentVerified,
     NodeQuarantined,
     OncallPaged,
-    Payload,
     PlanBlocked,
     PlanExpired,
     PlanProposed,

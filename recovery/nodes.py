@@ -11,14 +11,14 @@ from typing import Any, Self
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     BurnInCheck,
     BurnInFinished,
     NodeDrained,
     NodeQuarantined,
     NodeReturnedToService,
-    RunStarted,
 )
+from rolecall.core.journal.payloads.run import RunStarted
 
 K = EventKind
 NodePayload = NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished

@@ -20,9 +20,9 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import ReplicaId
+from rolecall.core.proc_stat import PROC, read_stat
 from rolecall.core.rundir import NODE_ENV, RUN_ENV, RunDir
 
-PROC = Path("/proc")
 TERM_SECONDS = 3.0
 """Between SIGTERM and SIGKILL."""
 KILL_SECONDS = 5.0
@@ -54,21 +54,10 @@ def run_environment(run_dir: Path, node: str | None = None) -> dict[str, str]:
     return env
 
 
-def read_stat(pid: int, proc: Path = PROC) -> tuple[str, int, str] | None:
-    """(state letter, start time in ticks, name) of a process; None when there is none."""
-    try:
-        stat = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    head, _, tail = stat.rpartition(")")
-    fields = tail.split()
-    return fields[0], int(fields[19]), head.partition("(")[2]
-
-
 def is_alive(pid: int, start_ticks: int, proc: Path = PROC) -> bool:
     """Whether this process, identified by PID and start time, still runs. A zombie does not."""
     seen = read_stat(pid, proc)
-    return seen is not None and seen[1] == start_ticks and seen[0] not in "ZX"
+    return seen is not None and seen.start_ticks == start_ticks and not seen.has_ended
 
 
 def environment_of(pid: int, proc: Path = PROC) -> dict[str, str]:
@@ -109,11 +98,11 @@ def record_process(run_dir: Path, name: str, pid: int, *, node: str = "") -> int
     seen = read_stat(pid)
     if seen is None:
         return None
-    line = {"name": name, "node": node, "pid": pid, "start_ticks": seen[1], "boot_id": boot_id()}
+    line = {"name": name, "node": node, "pid": pid, "start_ticks": seen.start_ticks, "boot_id": boot_id()}
     # A single short write in append mode is atomic among concurrent writers.
     with (run_dir / PROCESSES_FILE).open("a", encoding="utf-8") as f:
         f.write(json.dumps(line) + "\n")
-    return seen[1]
+    return seen.start_ticks
 
 
 def start_process(
@@ -222,9 +211,11 @@ def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = P
             continue
         pid = int(entry.name)
         seen = read_stat(pid, proc)
-        env = environment_of(pid, proc) if seen is not None and seen[0] not in "ZX" else {}
+        env = environment_of(pid, proc) if seen is not None and not seen.has_ended else {}
         if seen is not None and env.get(RUN_ENV) == str(run_dir):
-            found.setdefault(pid, RunProcess(pid=pid, start_ticks=seen[1], name=seen[2], node=env.get(NODE_ENV, "")))
+            found.setdefault(
+                pid, RunProcess(pid=pid, start_ticks=seen.start_ticks, name=seen.name, node=env.get(NODE_ENV, ""))
+            )
     return [found[pid] for pid in sorted(found) if pid not in left_out]
 
 

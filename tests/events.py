@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import PAYLOADS, Payload
+from rolecall.core.journal.payloads.contract import PAYLOADS, Payload
 
 DIAGNOSIS = Diagnosis(
     suspects=(), fault_class=FaultClass.CANNOT_TELL, onset=0.0, detected_at=0.0, confidence=0.5, because="for a test"

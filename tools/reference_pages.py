@@ -369,7 +369,7 @@ def metrics_page() -> str:
 
 _EVENTS_HEAD = """# Journal events
 
-Generated from `rolecall/core/journal/payloads.py` by `python -m tools.reference_pages`.
+Generated from `rolecall/core/journal/payloads/` by `python -m tools.reference_pages`.
 
 Every event has a position (`seq`, from 1), a `kind`, a time (`wall_at`, seconds since 1970), a `body` and a `hash` that covers
 the event and all events before it. `incident_id` names its incident, `caused_by` the event that led to it; an event whose
@@ -384,10 +384,10 @@ holds as `schema`; a body of version 1 has no `schema`.
 
 def events_page() -> str:
     """`events.md`: every kind of event, and the fields of its body."""
-    from rolecall.core.journal.payloads import PAYLOADS, plain_value
+    from rolecall.core.journal.payloads.contract import PAYLOADS, EventKind, plain_value
 
     parts = [_EVENTS_HEAD]
-    for spec in PAYLOADS.values():
+    for spec in (PAYLOADS[kind] for kind in EventKind):
         parts.append(f"\n## {spec.kind}\n\n{spec.summary}\n\nWritten by: {spec.owner}. Version {spec.version}.\n\n")
         parts.append("| field | type | default | meaning |\n|---|---|---|---|\n")
         hints = typing.get_type_hints(spec.payload, include_extras=True)

@@ -30,11 +30,14 @@ quietly() { "$@" 2>&1 | grep -v -E '^(WARNING: Location|Requirement already|Look
 if [ "$device" = cpu ] && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
   torch=$(grep '^torch==' "$lock")
   echo "  torch, CPU build"
-  quietly pip install -q --no-deps "$torch" ||
-    quietly pip install -q --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch"
+  quietly pip install -q --no-deps --no-compile "$torch" ||
+    quietly pip install -q --no-deps --no-compile --index-url https://download.pytorch.org/whl/cpu "$torch"
 fi
 echo "  the rest of the lock"
-quietly pip install -q --no-deps -r "$lock"
+quietly pip install -q --no-deps --no-compile -r "$lock"
 quietly pip install -q --no-deps --no-build-isolation -e .
+# 30,000 files: pip would compile them one after the other. Some are templates or written for another Python.
+"$venv/bin/python" -m compileall -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+  > /dev/null 2>&1 || true
 touch "$venv/.ready-$device"
 echo "ready"

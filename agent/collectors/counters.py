@@ -8,6 +8,9 @@ import os
 import re
 import stat
 from collections.abc import Container
+from pathlib import Path
+
+from rolecall.core.proc_stat import STAT_BYTES_MAX, Stat, parse_stat
 
 TEXT_BYTES_MAX = 4096
 """A sysfs file has at most one page."""
@@ -104,6 +107,14 @@ def read_at_most(path: str, bytes_max: int) -> bytes:
         return b""
     finally:
         os.close(descriptor)
+
+
+def stat_of(proc: Path | str, pid: int) -> Stat | None:
+    """None: it is gone, or unreadable."""
+    try:
+        return parse_stat(read_at_most(f"{proc}/{pid}/stat", STAT_BYTES_MAX))
+    except ValueError:
+        return None
 
 
 def variables(environ: bytes, names: Container[str]) -> dict[str, str]:

@@ -33,10 +33,12 @@ class ReportedException:
     type: str
     where: str
     message: str
+    uncaught: bool = False
 
     def detail(self) -> dict[str, str]:
         keys = ("type", "message", "where", "fingerprint")
-        return {**{k: getattr(self, k) for k in keys}, "step": str(self.step), "number": str(self.number)}
+        ends = {at.UNCAUGHT: "1"} if self.uncaught else {}
+        return {**{k: getattr(self, k) for k in keys}, "step": str(self.step), "number": str(self.number), **ends}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +161,7 @@ def parse_page(raw: bytes) -> PageState:
             type=_text(raw, at.A_EXCEPTION_TYPE),
             where=_text(raw, at.A_EXCEPTION_WHERE),
             message=_text(raw, at.A_EXCEPTION_MESSAGE)[: at.MESSAGE_CHARACTERS_MAX],
+            uncaught=integers[at.W_UNCAUGHT] == 1,
         )
         if integers[at.W_EXCEPTIONS] > 0
         else None,

@@ -67,6 +67,7 @@ W_LOADING_SECONDS = 46  # float: of the busy seconds, those in which a job loade
 W_COLLECTIVES_ISSUED = 47  # of the job's default process group, by torch's count; -1: unknown
 W_COLLECTIVES_AT_STEP = 48  # the same at the end of the last step
 W_COLLECTIVES_AT_BEGIN = 49  # the same at the beginning of the next one; -1: not begun
+W_UNCAUGHT = 50  # 1: the last exception ends this process, nothing caught it
 NUM_WORDS = 64
 
 HEALTH_WORDS = {
@@ -98,6 +99,9 @@ EXCEPTION_TEXTS = struct.Struct("64s256s512s2000s")
 
 INTERPRETER_ENDED = "the interpreter ended"
 """Reason of a finish that nobody announced: no exception went uncaught, but the exit code may still tell of a fault."""
+
+UNCAUGHT = "uncaught"
+"""Detail of an exception that nothing caught: it ends the process."""
 
 MESSAGE_CHARACTERS_MAX = 500
 

@@ -444,7 +444,7 @@ class step:
         if isinstance(error, Exception):
             exception(error)
             with contextlib.suppress(Exception):
-                error._rolecall_reported = True  # type: ignore[attr-defined] # the excepthook may see it again
+                error._rolecall_reported = True  # type: ignore[attr-defined] # a prompt shows it again
         elif _page.phase == PHASE_STEP and _page.q[at.W_PROGRESS] == self._progress:
             progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
@@ -482,6 +482,16 @@ def finish_step(
             page.q[at.W_COLLECTIVES_AT_BEGIN] = -1
         page.add_progress(1, work_units, busy_seconds, exchange_seconds, loading_seconds, 0)
         page.write_phase(phase)
+
+
+def count_step(n: int) -> None:
+    """A step of which nothing else is reported: `n` were finished. Cheap: words that are written at once, without the
+    lock. What is known of collectives is no longer true."""
+    q = _page.q
+    q[at.W_COLLECTIVES_AT_STEP] = q[at.W_COLLECTIVES_AT_BEGIN] = -1
+    q[at.W_STEP] = n
+    q[at.W_PROGRESS] += 1
+    _page.d[at.W_PROGRESS_AT] = monotonic()
 
 
 def begin_step(phase: str) -> None:
@@ -557,6 +567,11 @@ def health(
 def exception(exc: BaseException) -> None:
     """Reports an exception that ends this process or its work. It is on the page when this returns, whatever happens to
     the process; the side thread sends it to the agent, and interpreter exit waits for that (<= FLUSH_SECONDS)."""
+    _report_exception(exc, uncaught=False)
+
+
+def _report_exception(exc: BaseException, *, uncaught: bool) -> None:
+    """`uncaught`: nothing caught it, so this process ends, which may take seconds."""
     try:
         detail = describe_exception(exc)
         texts = (
@@ -568,13 +583,15 @@ def exception(exc: BaseException) -> None:
         with _page as page:
             q = page.q
             number, in_step = q[at.W_EXCEPTIONS] + 1, q[at.W_STEP]
-            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
+            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP], q[at.W_UNCAUGHT] = number, in_step, int(uncaught)
             if page.count_collectives is not None:
                 q[at.W_COLLECTIVES_ISSUED] = page.count_collectives()
             page.d[at.W_EXCEPTION_AT] = monotonic()
             at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
         if _client is not None:
             detail["step"] = str(in_step)
+            if uncaught:
+                detail[at.UNCAUGHT] = "1"
             _client.exception(detail, number=number)
     except Exception as e:  # noqa: BLE001 reporting one error must not raise another
         logger.warning("an exception could not be reported: %s", type(e).__name__)
@@ -598,8 +615,9 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
     global _uncaught
     if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is intended, not a fault
         _uncaught = True
-        if not getattr(exc, "_rolecall_reported", False):
-            exception(exc)
+        ends = not hasattr(sys, "ps1")  # a prompt shows the exception and goes on
+        if ends or not getattr(exc, "_rolecall_reported", False):  # reported before, it might still have been caught
+            _report_exception(exc, uncaught=ends)
     _previous_excepthook(kind, exc, where)
 
 

@@ -237,7 +237,7 @@ def read(urls: dict[str, str], seconds: float, poll_seconds: float, tell: Connec
 def watch(urls: dict[str, str], seconds: float, poll_seconds: float, tell: Connection) -> None:
     """`rolecall watch agents`: with detectors, panels, journal."""
     del poll_seconds  # its own
-    watching.AgentsSource = Measured  # type: ignore[misc]
+    setattr(watching, "AgentsSource", Measured)  # noqa: B010 it is not exported, and this replaces it
     told = threading.Timer(WARM_SECONDS + seconds, lambda: tell.send(figures(Measured.last)))
     with tempfile.TemporaryDirectory() as root:
         run = observing_run(Path(root), "many", urls)
@@ -254,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--poll", type=float, default=0.25, help="of the source alone: as `watch` polls")
     parser.add_argument("--watch-seconds", type=float, default=90.0, help="as long the whole watch is measured")
     args = parser.parse_args(argv)
-    servers, urls = [], {}
+    servers: list[Any] = []
+    urls: dict[str, str] = {}
     context = multiprocessing.get_context("fork")
     for first in range(0, args.agents, 500):
         mine, theirs = context.Pipe()

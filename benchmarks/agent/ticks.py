@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,7 @@ class Looking:
         self.sampler = Sampler(self.registry, host, self.ring, self.clock, self.gpus.take)
         self.due = dict.fromkeys(self.probes, self.clock.monotonic())
         self.cursor = self.num_ticks = 0
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         self._standin_before = read_time(self.files.standin_time)
         for second in range(NUM_KEPT):  # the log of events is full before the first mark: it grows no more
             self.files.kernel_line(second)

@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks import common
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
+from rolecall.core.journal.payloads.recovery import CallStarted, IncidentClosed, IncidentOpened, IncidentVerified
 from rolecall.testing.slurm_cluster import SlurmCluster, SlurmJobs, slurm_version
 from rolecall.testing.watched_job import STEPS, WatchedJob
 

@@ -39,7 +39,7 @@ from typing import Any
 from benchmarks import common
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import IncidentOpened, IncidentUpdated
+from rolecall.core.journal.payloads.recovery import IncidentOpened, IncidentUpdated
 from rolecall.testing.watched_job import WatchedJob
 
 LINES = common.RESULTS / "beside_job.jsonl"

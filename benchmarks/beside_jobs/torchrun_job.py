@@ -188,7 +188,7 @@ def evaluate(net: torch.nn.Module) -> None:
     net.train()
 
 
-def save_checkpoint(net: torch.nn.Module) -> None:
+def save_checkpoint(net: Net) -> None:
     """To a slow disk."""
     until = time.monotonic() + CHECKPOINT_SECONDS
     with tempfile.TemporaryFile() as file:

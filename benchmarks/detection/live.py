@@ -35,6 +35,7 @@ from benchmarks.intervals import poisson_upper
 from benchmarks.recovery.soak import run as soak
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads.recovery import IncidentOpened, IncidentUpdated
 from rolecall.core.rundir import RunDir
 from rolecall.detector.base.findings import PANEL
 from rolecall.session.session import HOLD_FLAG, read_injections
@@ -121,6 +122,7 @@ def findings(run: Path) -> list[dict[str, Any]]:
             "because": e.payload.diagnosis.because,
         }
         for e in events
+        if isinstance(e.payload, IncidentOpened | IncidentUpdated)
     ]
 
 

@@ -33,7 +33,7 @@ from benchmarks import common
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 
 EXAMPLE = common.ROOT / "examples" / "smollm2"
 RECORDS = common.RESULTS / "own_model.jsonl"
@@ -398,7 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     model = str(args.model.resolve())
     if args.answer:
-        print(json.dumps(answer(*args.answer, model)))
+        answered, held_out = args.answer
+        print(json.dumps(answer(answered, held_out, model)))
         return 0
     commit = args.commit or common.commit()
     full = load_job(EXAMPLE / "job.yaml").num_steps

@@ -216,12 +216,10 @@ def carried_out(run: Run, commit: str) -> dict[str, Any]:
                     break
                 if point is None:
                     break
-                row = row_of(point) | {
-                    "cpu_seconds": time.process_time() - cpu,
-                    "forwards": _forwards(writer) - forwards,
-                }
-                rows.append(row)
-                seconds += point.write_seconds + point.train_seconds if run.with_engine else row["cpu_seconds"]
+                cpu_seconds = time.process_time() - cpu
+                spent = {"cpu_seconds": cpu_seconds, "forwards": _forwards(writer) - forwards}
+                rows.append({**row_of(point), **spent})
+                seconds += point.write_seconds + point.train_seconds if run.with_engine else cpu_seconds
                 if run.exam_every and point.step % run.exam_every == run.exam_every - 1:
                     exams.append([point.step + 1, seconds, *examine(writer, task, num_prompts=EXAM_PROMPTS)])
                 if seconds >= run.seconds_max:

@@ -97,7 +97,8 @@ def wander_fit(grown: Array) -> tuple[float, float, float]:
 
         def miss(x: Array, slow: Array = slow) -> Array:
             fast = np.array([growth_of_ar1(float(x[0]), k) for k in SPANS])
-            return np.log((1 - x[1]) * fast + x[1] * slow) - np.log(grown)
+            missed: Array = np.log((1 - x[1]) * fast + x[1] * slow) - np.log(grown)
+            return missed
 
         found = optimize.least_squares(miss, [0.3, 0.1], bounds=([0.0, 0.0], [0.95, 0.95]))
         if found.cost < best[0]:

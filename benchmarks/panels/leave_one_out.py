@@ -26,6 +26,7 @@ from benchmarks.common import table
 from benchmarks.panels import fit_priors, recordings
 from benchmarks.panels.fleet.report import delay_quantile
 from benchmarks.panels.own_job import recordings as own_recordings
+from benchmarks.panels.own_job.job import Case
 from benchmarks.panels.regimes import judge_with
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS as ASKED
@@ -53,7 +54,7 @@ def score_public(priors: Priors, case: recordings.Case, data: Path) -> dict[str,
     return row
 
 
-def score_own(priors: Priors, case: own_recordings.Case, panel: Panel) -> own_recordings.Verdict:
+def score_own(priors: Priors, case: Case, panel: Panel) -> own_recordings.Verdict:
     named = [own_recordings.Alarm(node=n, seconds=at - float(panel.at[0])) for at, n in alarms(priors, [panel])]
     return own_recordings.verdict(case, named)
 
@@ -88,7 +89,7 @@ def of_own(pool: ProcessPoolExecutor, priors: Priors, whose: str) -> list[str]:
 
 
 def of_regimes(pool: ProcessPoolExecutor, priors: Priors, whose: str) -> list[str]:
-    cases = []
+    cases: list[regimes.RegimeCase] = []
     for regime in regimes.REGIMES:
         if regime.num_machines in (4, 12) and regime.num_metrics in (2, 21):
             cases += regimes.cases(regime, seed=SEED, num_faulty=NUM_FAULTY, num_healthy=NUM_HEALTHY)

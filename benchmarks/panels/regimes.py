@@ -183,9 +183,9 @@ def report(names: Sequence[str], runs: Sequence[Sequence[Result]], asked: float)
         lines += [*table((*_HEAD, "met"), rows), ""]
     lines += ["## Effects of 2 to 6 spreads", ""]
     rows = []
-    for name, mine in zip(names, runs, strict=True):
+    for name, every in zip(names, runs, strict=True):
         for low, high in pairwise(SMALL_BOUNDS):
-            part = [r for r in mine if r.case.fault and low <= r.case.fault.effect_spreads < high]
+            part = [r for r in every if r.case.fault and low <= r.case.fault.effect_spreads < high]
             rows += [_row(f"{name}, {low:g} to {high:g}", part)] if part else []
     return lines + table(_HEAD, rows)
 

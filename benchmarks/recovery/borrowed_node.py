@@ -27,7 +27,8 @@ from benchmarks.common import until
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import EpochAdvanced, IncidentOpened, NodeLent, RequestsReassigned
+from rolecall.core.journal.payloads.recovery import IncidentOpened, NodeLent
+from rolecall.core.journal.payloads.run import EpochAdvanced, RequestsReassigned
 from rolecall.core.membership import ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir

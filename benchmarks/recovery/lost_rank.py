@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import until
 from rolecall.core.clock import SystemClock
+from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import Actual, ReplicaState, is_standby
+from rolecall.core.journal.payloads.recovery import IncidentOpened, IncidentUpdated
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults import injector
 from rolecall.rl_runtime.faults.injector import InjectionTarget, _further_ranks, _Injection, _replicas
@@ -68,7 +71,7 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
     target = further_rank(run, role)
     if at == COPY:
         _Injection(run, "trainer-kill", "", "kill", STOP_SECONDS_MAX, SystemClock()).perform([target])
-        target = until("the replacement's rank", FAULT_SECONDS, lambda lost=target: successor(run, lost))
+        target = until("the replacement's rank", FAULT_SECONDS, partial(successor, run, target))
     injection = _Injection(run, f"{role}-{KINDS[how]}", at, how, STOP_SECONDS_MAX, SystemClock())
     record = injection.perform([target])  # of a stop: returns when the target has been ended
     begun = record["injected_at"]
@@ -77,15 +80,15 @@ def one_fault(run: RunDir, role: str, at: str, how: str) -> dict[str, Any]:
         with closing(Journal(run.database_url, create=False)) as journal:
             events = [e for e in journal.events() if e.wall_at > begun]
         # A lost copy is found while the incident of the rank lost before it is open.
-        findings = [e for e in events if e.kind in (EventKind.INCIDENT_OPENED, EventKind.INCIDENT_UPDATED)]
+        findings = [(e, e.payload) for e in events if isinstance(e.payload, IncidentOpened | IncidentUpdated)]
         lost = f"incarnation {target.incarnation})"
-        opened: Any = next((e for e in findings if lost in e.payload.diagnosis.because), None)  # type: ignore[union-attr]
-        if opened is None:
+        found = next(((e, said.diagnosis) for e, said in findings if lost in said.diagnosis.because), None)
+        if found is None:
             return None
+        opened, diagnosis = found
         own = {e.kind: e.wall_at for e in events if e.incident_id == opened.incident_id}
         if EventKind.INCIDENT_CLOSED not in own:
             return None
-        diagnosis = opened.payload.diagnosis
         suspect = diagnosis.suspects[0] if diagnosis.suspects else None
         found_at = diagnosis.detected_at
         replica, _, rank = target.target.partition(" rank ")
@@ -140,7 +143,7 @@ def successor(run: RunDir, lost: InjectionTarget) -> InjectionTarget | None:
     """The same rank of the next incarnation, as soon as its process runs."""
     replica = lost.target.partition(" rank ")[0]
     with closing(Journal(run.database_url, create=False)) as journal:
-        record: Actual | None = journal.current().get(replica)
+        record = journal.current().get(ReplicaId(replica))
     if record is None or record.incarnation == lost.incarnation:
         return None
     first = InjectionTarget(target=replica, pid=0, start_ticks=0, node=record.node, incarnation=record.incarnation)

@@ -23,7 +23,8 @@ from benchmarks.common import until
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import EpochAdvanced, IncidentOpened
+from rolecall.core.journal.payloads.recovery import IncidentOpened
+from rolecall.core.journal.payloads.run import EpochAdvanced
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults.injector import inject

@@ -52,7 +52,7 @@ def job_of(folder: Path, shape: dict[str, int]) -> JobConfig:
     sizes = (8, 16, 16) if shape is SHAPE else (4, 1, 2)
     batch = dict(zip(("microbatches_per_step", "groups_per_microbatch", "group_size"), sizes, strict=True))
     head_dim = 128 if shape is SHAPE else 32
-    write_model_folder(folder, ModelConfig(**shape, head_dim=head_dim), seed=0)
+    write_model_folder(folder, ModelConfig.model_validate({**shape, "head_dim": head_dim}), seed=0)
     return parse_job(
         {
             "model": {"path": str(folder), "dtype": "bfloat16"},

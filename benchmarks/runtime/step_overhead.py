@@ -30,7 +30,7 @@ from benchmarks import common
 from benchmarks.intervals import median_interval
 from rolecall.core.config.job import JobConfig, load_job, parse_job
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
@@ -103,7 +103,7 @@ def microbatches_of(task: DatasetTask, job: JobConfig, step: int, rng: random.Ra
         prompt = task.prompt(number)
         samples = tuple(sample(prompt.group_id, index) for index in range(algorithm.group_size))
         groups.append(PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
-    return form_microbatches(step, groups, algorithm.microbatches_per_step)
+    return list(form_microbatches(step, groups, algorithm.microbatches_per_step))
 
 
 def timed(service: TrainerService) -> Parts:

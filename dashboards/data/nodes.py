@@ -16,9 +16,9 @@ from enum import StrEnum
 
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
+from rolecall.core.journal.payloads.recovery import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.core.membership import ReplicaState, is_standby
-from rolecall.core.text import utc
+from rolecall.core.text import in_words, utc
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
 from rolecall.dashboards.data.incident_titles import title
 from rolecall.recovery.fleet_view import DEAD, FleetView, ReplicaView
@@ -191,7 +191,7 @@ def heat(by_node: Mapping[str, Sequence[Incident]], names: Iterable[str], until:
         here: dict[int, list[str]] = {}
         for incident in recent.get(node, ()):
             classes = here.setdefault(int(incident.opened_at // width), [])
-            classes.append(str(incident.diagnosis.fault_class).replace("_", " "))
+            classes.append(in_words(incident.diagnosis.fault_class))
         counted = ((len(here[s]), ", ".join(sorted({*here[s]}))) if s in here else (0, "") for s in starts)
         rows.append((node, tuple(counted)))
     columns = tuple(utc(s * width, form) for s in starts)
@@ -203,7 +203,7 @@ def repeat_offenders(fleet: "FleetHealth", by_node: Mapping[str, Sequence[Incide
     found = sorted((r for r in fleet.rows if r.in_month >= OFTEN_MIN), key=lambda r: (-r.in_month, natural(r.node)))
     rows = []
     for row in found[:OFFENDERS_SHOWN]:
-        counted = Counter(str(i.diagnosis.fault_class).replace("_", " ") for i in by_node.get(row.node, ()))
+        counted = Counter(in_words(i.diagnosis.fault_class) for i in by_node.get(row.node, ()))
         classes = ", ".join(f"{name} {num}" for name, num in counted.most_common(3))
         rows.append([row.node, str(row.in_month), f"{fleet.median_month:g}", classes])
     return rows

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.evaluations import EvaluationHistory, EvaluationPoint
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import DatasetProgress, EvaluationFinished, IncidentOpened, RunEnded, StepCommitted
+from rolecall.core.journal.payloads.recovery import IncidentOpened
+from rolecall.core.journal.payloads.run import DatasetProgress, EvaluationFinished, RunEnded, StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import EttrAccount, EttrAccumulator, Loss

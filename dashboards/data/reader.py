@@ -26,7 +26,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import LeaseAcquired, NodeQuarantined, NodeReturnedToService
+from rolecall.core.journal.payloads.recovery import LeaseAcquired, NodeQuarantined, NodeReturnedToService
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EVENTS, FLAGS
 from rolecall.core.membership import Actual, Desired

@@ -199,14 +199,6 @@ WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")
 """Imported before the URL is printed, so that the first page does not wait for them."""
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def bound(host: str, port: int) -> socket.socket:
     """A listening socket; clients can connect before the server is ready.
 

@@ -23,7 +23,7 @@ class Observation:
     window can be replayed: panel trackers have hours of memory, a window covers half a minute."""
     pulled_findings: tuple[Finding, ...] = ()
     """Findings derived from evidence collected for an incident: stacks, Flight Recorder dumps
-    (detector/live/stages/pulled_evidence.py)."""
+    (detector/live/stages/evidence/pulled_evidence.py)."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

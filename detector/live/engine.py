@@ -22,26 +22,26 @@ from rolecall.detector.live import fusion
 from rolecall.detector.live.history import ObservationHistory, decode, encode
 from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses
-from rolecall.detector.live.stages.agent_lost import AgentLostStage
-from rolecall.detector.live.stages.collapse import CollapseStage
-from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
-from rolecall.detector.live.stages.dead_role import DeadRoleStage
-from rolecall.detector.live.stages.engine import EngineStage
-from rolecall.detector.live.stages.full_disk import FullDiskStage
-from rolecall.detector.live.stages.nccl_ras import NcclRasStage
-from rolecall.detector.live.stages.node_faults import NodeFaultsStage
-from rolecall.detector.live.stages.not_finite import NotFiniteStage
-from rolecall.detector.live.stages.orphans import OrphansStage
-from rolecall.detector.live.stages.panels import PanelsStage
-from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
-from rolecall.detector.live.stages.ray_deaths import RayDeathsStage
-from rolecall.detector.live.stages.skipped import SkippedCollectiveStage
-from rolecall.detector.live.stages.slow import SlowLoadingStage, SlowStage
+from rolecall.detector.live.stages.evidence.nccl_ras import NcclRasStage
+from rolecall.detector.live.stages.evidence.panels import PanelsStage
+from rolecall.detector.live.stages.evidence.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.exits.crash import CrashStage, LostRanksStage, UserCodeStage
+from rolecall.detector.live.stages.exits.dead_role import DeadRoleStage
+from rolecall.detector.live.stages.exits.orphans import OrphansStage
+from rolecall.detector.live.stages.exits.ray_deaths import RayDeathsStage
+from rolecall.detector.live.stages.exits.uninstrumented import UninstrumentedStage
+from rolecall.detector.live.stages.nodes.agent_lost import AgentLostStage
+from rolecall.detector.live.stages.nodes.full_disk import FullDiskStage
+from rolecall.detector.live.stages.nodes.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.numbers.collapse import CollapseStage
+from rolecall.detector.live.stages.numbers.not_finite import NotFiniteStage
+from rolecall.detector.live.stages.numbers.wrong_numbers import WrongNumbersStage
+from rolecall.detector.live.stages.progress.engine import EngineStage
+from rolecall.detector.live.stages.progress.skipped import SkippedCollectiveStage
+from rolecall.detector.live.stages.progress.slow import SlowLoadingStage, SlowStage
+from rolecall.detector.live.stages.progress.stall import CollectiveStage, DependentStallStage, StallStage
+from rolecall.detector.live.stages.progress.wait import WaitStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
-from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
-from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
-from rolecall.detector.live.stages.wait import WaitStage
-from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
 
 Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (

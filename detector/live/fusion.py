@@ -7,7 +7,7 @@ Rules for live findings (`fuse`), in order:
   when more than half of a role is slow at once, comparison with peers is invalid and becomes `cannot_tell`.
 
 Findings of metric panels are the weakest evidence: they are reported only if nothing else explains them
-(detector/live/stages/panels.py).
+(detector/live/stages/evidence/panels.py).
 
 Rules for findings of panels and dumps alone (`Merger`), in order, cause before symptom, as early as possible:
   findings of one node and one fault class within `SAME_FAULT_SECONDS` of each other are one fault, whichever rank or

@@ -30,13 +30,13 @@ from rolecall.detector.live.monitored_process import (
     SlowMeter,
 )
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
-from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
-from rolecall.detector.live.stages.engine import EngineProgress
-from rolecall.detector.live.stages.full_disk import FullDisk
-from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
-from rolecall.detector.live.stages.panels import PanelFault
-from rolecall.detector.live.stages.skipped import UsualCollectives
-from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
+from rolecall.detector.live.stages.evidence.nccl_ras import StalledCommunicator
+from rolecall.detector.live.stages.evidence.panels import PanelFault
+from rolecall.detector.live.stages.nodes.full_disk import FullDisk
+from rolecall.detector.live.stages.numbers.collapse import CollapseWatch, TrainingHistory
+from rolecall.detector.live.stages.progress.engine import EngineProgress
+from rolecall.detector.live.stages.progress.skipped import UsualCollectives
+from rolecall.detector.live.stages.progress.slow import LoadBaseline, SlowState
 from rolecall.formats.node_faults import NodeFault
 
 PLAIN: dict[str, type] = {

@@ -238,7 +238,7 @@ class NotFinite:
 
 @dataclass(slots=True)
 class SlowMeter:
-    """State of the slow test of one part of a subject's work (see detector/live/stages/slow.py)."""
+    """State of the slow test of one part of a subject's work (see detector/live/stages/progress/slow.py)."""
 
     start: ProcessSample | None = None  # start of the current stride
     censored_at: float = 0.0  # node time of the last observation of an unfinished unit

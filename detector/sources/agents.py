@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEvent, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.stages.agent_lost import REFUSED
+from rolecall.detector.live.stages.nodes.agent_lost import REFUSED
 from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_news
 
 HEAD_BYTES_MAX = 16 << 10
@@ -203,7 +203,7 @@ AFTER_EVENT_SECONDS, AFTER_EVENT_POLL_SECONDS = 3.0, 0.1
 
 def wait_seconds(timeout_seconds: float, since_event: float) -> float:
     """How long a poll waits. `since_event`: seconds since the last event; what follows from it is decided within
-    fractions of a second (`detector.live.stages.crash`), not at the next poll of samples."""
+    fractions of a second (`detector.live.stages.exits.crash`), not at the next poll of samples."""
     is_soon = since_event < AFTER_EVENT_SECONDS
     return min(timeout_seconds, AFTER_EVENT_POLL_SECONDS) if is_soon else timeout_seconds
 

@@ -1,7 +1,8 @@
 """GRPO with TRL that rolecall can watch: python examples/trl/train.py [--steps N] [--hang-at N] [--model FOLDER]
 
 Without a model it trains a random one of 0.1 M parameters, which needs no download and no GPU. `--hang-at N` blocks the
-reward function in step N, so that the hang can be seen in `rolecall incidents`.
+reward function in step N, so that the hang can be seen in `rolecall incidents`; `--reward-seconds S` makes it take S
+seconds in the other steps.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from rolecall.integrations.transformers import RolecallCallback
 options = argparse.ArgumentParser()
 options.add_argument("--steps", type=int, default=100)
 options.add_argument("--hang-at", type=int, default=0)
+options.add_argument("--reward-seconds", type=float, default=0.0)
 options.add_argument("--model", default="")
 options = options.parse_args()
 
@@ -46,6 +48,7 @@ def letters(completions: list[str], trainer_state: object = None, **columns: obj
     """The share of small letters."""
     if options.hang_at and getattr(trainer_state, "global_step", 0) + 1 >= options.hang_at:
         time.sleep(3600)  # stands for a sandbox that does not answer
+    time.sleep(options.reward_seconds)
     return [sum("a" <= c <= "z" for c in text) / max(1, len(text)) for text in completions]
 
 

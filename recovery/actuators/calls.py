@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rolecall.core.http import HttpFailed, request
-from rolecall.core.journal.payloads import NO_ANSWER_STATUS, NOT_SENT_STATUS, status_text
+from rolecall.core.journal.payloads.recovery import NO_ANSWER_STATUS, NOT_SENT_STATUS, status_text
 from rolecall.core.text import os_reason
 
 NO_STATUS, NOT_SENT = NO_ANSWER_STATUS, NOT_SENT_STATUS

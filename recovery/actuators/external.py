@@ -18,7 +18,7 @@ from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
 from rolecall.core.ids import ProcessId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult

@@ -6,7 +6,7 @@ from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import JobStopRequested, LenderResumed, NodeLent
+from rolecall.core.journal.payloads.recovery import JobStopRequested, LenderResumed, NodeLent
 from rolecall.core.membership import STANDBY_ROLES, Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words

@@ -22,7 +22,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import checked_id, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     BurnInFinished,
     DiagnosisReviewed,
     HoldLifted,

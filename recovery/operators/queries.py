@@ -10,15 +10,8 @@ from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Lease
-from rolecall.core.journal.payloads import (
-    EvaluationFinished,
-    IncidentOpened,
-    LeaseAcquired,
-    NodeLent,
-    PlanCreated,
-    RunStarted,
-    StepCommitted,
-)
+from rolecall.core.journal.payloads.recovery import IncidentOpened, LeaseAcquired, NodeLent, PlanCreated
+from rolecall.core.journal.payloads.run import EvaluationFinished, RunStarted, StepCommitted
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import in_words

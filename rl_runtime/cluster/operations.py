@@ -19,7 +19,8 @@ from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import Payload, ReplicaLost, ReplicaReady, ReplicaStarting, ReplicaStopped
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.run import ReplicaLost, ReplicaReady, ReplicaStarting, ReplicaStopped
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState, hybrid_partner
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations

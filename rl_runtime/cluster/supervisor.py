@@ -22,7 +22,7 @@ from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, J
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ComponentRestarted, RunStarted
+from rolecall.core.journal.payloads.run import ComponentRestarted, RunStarted
 from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir

@@ -18,7 +18,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import GroupState
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed

@@ -23,7 +23,7 @@ from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, NothingScored
 from rolecall.core.ids import GroupId, replica_id
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.run import (
     ChainHead,
     CheckpointWritten,
     DatasetProgress,
@@ -271,7 +271,6 @@ class Controller:
             self.state.evaluating = self.evaluation.is_missing
             awake = self._direct_hybrids()
             decision = next_step(self.state, self.trainers.changes(), awake)
-            self.state.last_decision = f"{decision.action}: {decision.because}"
             if decision.action is not LoopAction.FORM:
                 self.state.full_since = None
             try:
@@ -318,7 +317,6 @@ class Controller:
     async def _form_step(self) -> None:
         self.batches.refresh()
         decision = form_step(self.batches.snapshot(), self._clock.monotonic())
-        self.state.last_decision = f"{LoopAction.FORM}: {decision.because}"
         if isinstance(decision, FormStep):
             self.state.plan = self.batches.assign(decision.groups)
             self.state.full_since = None

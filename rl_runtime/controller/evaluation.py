@@ -23,7 +23,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import EvaluationFinished
+from rolecall.core.journal.payloads.run import EvaluationFinished
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import LoopState, least_loaded

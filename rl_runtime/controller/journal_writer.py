@@ -14,14 +14,8 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
-from rolecall.core.journal.payloads import (
-    AdmissionProof,
-    ChainHead,
-    Payload,
-    ReplicaLost,
-    WeightsAdmitted,
-    WeightsRejected,
-)
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.run import AdmissionProof, ChainHead, ReplicaLost, WeightsAdmitted, WeightsRejected
 from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState, no_origin
 from rolecall.rl_runtime.protocol.membership import GONE, Member, MembershipView, members_after

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import DeadlineExceeded, EnvironmentFailed, NothingScored, RewardFailed, WrongNumbers
 from rolecall.core.ids import GroupId
-from rolecall.core.journal.payloads import RewardsCompared
+from rolecall.core.journal.payloads.run import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.conversations import Conversations, TurnLimits

@@ -25,7 +25,7 @@ from rolecall.core.errors import (
     WireError,
 )
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.payloads import RequestsReassigned
+from rolecall.core.journal.payloads.run import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder

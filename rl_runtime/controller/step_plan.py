@@ -17,7 +17,7 @@ from typing import Any
 from rolecall.core.config.job import RunMode
 from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, PeerLost, RolecallError
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.membership import Actual, ReplicaState, is_standby
 from rolecall.rl_runtime.controller.trajectories import EngineKey
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
@@ -101,8 +101,6 @@ class LoopState:
     """Time since which there are enough groups for the step being formed."""
     hybrid_work: HybridWork = HybridWork.GENERATE
     """Of the hybrids, in the modes that have them."""
-    last_decision: str = ""
-    """The last decision of the loop and its reason."""
 
     @property
     def wants_more(self) -> bool:

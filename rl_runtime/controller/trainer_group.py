@@ -28,7 +28,7 @@ from rolecall.core.errors import (
     StaleIncarnation,
 )
 from rolecall.core.ids import ReplicaId, split_replica
-from rolecall.core.journal.payloads import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
+from rolecall.core.journal.payloads.run import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.batching import assign, interleaved, mini_batches
 from rolecall.rl_runtime.controller.background_tasks import Tasks, retry_first_call

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from rolecall.core.errors import DeadlineExceeded, NonFiniteValue, RolecallError
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.membership import Actual
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint
 from rolecall.rl_runtime.protocol.messages import (

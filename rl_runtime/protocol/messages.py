@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 

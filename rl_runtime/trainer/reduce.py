@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo as _ProcessGroupGloo
 from rolecall.agent.reporter import reporter
 from rolecall.core.errors import PeerLost, StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 

@@ -25,7 +25,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.errors import NonFiniteValue, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
 from rolecall.rl_runtime.model_layers import adapted_layers, is_adapter, plain_name

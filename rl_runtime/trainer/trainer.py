@@ -47,7 +47,7 @@ from rolecall.core.errors import (
     shown_groups,
 )
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.batching import updates

@@ -22,6 +22,7 @@ from rolecall.cli.options import (
     out,
 )
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import is_loopback
 from rolecall.core.text import os_reason, plain
 
 if TYPE_CHECKING:
@@ -74,11 +75,11 @@ def dashboard(
     settings = _settings(run, option, journal, prometheus, credentials, users, runs)
     origins = tuple(_checked_origin(n) for n in names)
     _check_tls(tls_cert, tls_key)
-    if not serving.is_loopback(host) and users is None and not open_to_readers:
+    if not is_loopback(host) and users is None and not open_to_readers:
         raise ConfigError(
             [f"--host: {plain(host, 80)} is reachable by others: give --users FILE (sign-in) or --open-to-readers"]
         )
-    sign_in = not serving.is_loopback(host) and not open_to_readers
+    sign_in = not is_loopback(host) and not open_to_readers
     listener = serving.bound(host, port)
     address = serving.address_of(listener, host, tls=tls_cert is not None)
 
@@ -86,9 +87,9 @@ def dashboard(
         out(f"dashboard of {plain(settings.name or 'the journal', 100)}: {address}")
         if users is not None:
             out(f"sign in with your access token to {'read and ' if sign_in else ''}give commands")
-        elif not serving.is_loopback(host):
+        elif not is_loopback(host):
             out("read-only: anyone who reaches this address can read, no one can give commands")
-        if not serving.is_loopback(host) and tls_cert is None:
+        if not is_loopback(host) and tls_cert is None:
             out("not encrypted: use --tls-cert and --tls-key, or a TLS proxy")
         sys.stdout.flush()
 

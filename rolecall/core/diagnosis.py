@@ -17,13 +17,10 @@ from rolecall.core.text import in_words
 
 class ActionKind(StrEnum):
     TOLERATE = "tolerate"
-    RESTART_RANK = "restart_rank"
     REPLACE_REPLICA = "replace_replica"
     REPLACE_NODE = "replace_node"
     RESTART_ROLE = "restart_role"
     RESTART_JOB = "restart_job"
-    ROLL_BACK = "roll_back"
-    QUARANTINE_NODE = "quarantine_node"
     STOP_JOB = "stop_job"
     END_ORPHAN = "end_orphan"
 

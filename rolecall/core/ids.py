@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NewType
 
 from rolecall.core.errors import InvalidId
+from rolecall.core.proc_stat import PROC, read_stat
 
 NodeId = NewType("NodeId", str)
 RunId = NewType("RunId", str)
@@ -42,6 +43,11 @@ def split_replica(replica: str) -> tuple[str, int]:
     return found.group(1), int(found.group(2))
 
 
+def role_of(replica: str) -> str:
+    """`trainer` of `trainer/1`; a text without a number is a role."""
+    return replica.partition("/")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class ProcessId:
     """One OS process: unique on its node until the next boot."""
@@ -54,11 +60,7 @@ class ProcessId:
         return f"{self.node}:{self.pid}:{self.start_ticks}"
 
 
-def process_start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
+def process_start_ticks(pid: int, proc: Path = PROC) -> int | None:
     """Start time of `pid` in clock ticks since boot, or None when there is no such process (a zombie still counts)."""
-    try:
-        stat = (proc / str(pid) / "stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-        # The command name (field 2) may contain spaces and parentheses: count fields after the last one.
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+    stat = read_stat(pid, proc)
+    return None if stat is None else stat.start_ticks

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
+from rolecall.core.ids import NodeId, ReplicaId, replica_id, role_of, split_replica
 
 STANDBY_ROLE, TRAINER_STANDBY_ROLE = "standby", "trainer-standby"
 STANDBY_ROLES: Mapping[str, str] = MappingProxyType({STANDBY_ROLE: "rollout", TRAINER_STANDBY_ROLE: "trainer"})
@@ -22,7 +22,7 @@ COMPUTING_ROLES = frozenset({"trainer", "rollout", *STANDBY_ROLES})
 
 
 def is_standby(replica: str) -> bool:
-    return replica.partition("/")[0] in STANDBY_ROLES
+    return role_of(replica) in STANDBY_ROLES
 
 
 HYBRID_ROLES: Mapping[str, str] = MappingProxyType({"trainer": "rollout", "rollout": "trainer"})

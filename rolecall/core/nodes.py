@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import NodeQuarantined, NodeReturnedToService
+from rolecall.core.journal.payloads.recovery import NodeQuarantined, NodeReturnedToService
 
 QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED_TO_SERVICE)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from rolecall.core.journal.payloads import StepCommitted
+    from rolecall.core.journal.payloads.run import StepCommitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,7 +247,8 @@ class AgentEvent:
     incarnation: int = 0
     detail: dict[str, str] = field(default_factory=dict)
     """EXITED: `last_phase`, `signal` or `code` if known. EXCEPTION: `type`, `message` (first 500 characters),
-    `where` (innermost frame `file:line function`), `fingerprint` (type and frames, without line values), `step`."""
+    `where` (innermost frame `file:line function`), `fingerprint` (type and frames, without line values), `step`,
+    `uncaught` if it ends the process."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "kind": str(self.kind)}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.rundir import write_atomically
-from rolecall.core.text import escape, seconds, utc
+from rolecall.core.text import escape, in_words, seconds, utc
 from rolecall.detector.artifacts.stacks.diagnosis import STACK_GROUP
 from rolecall.detector.panels.panel import Floats, Machine, Panel, Times
 from rolecall.reports.charts import PLOT_WIDTH, Rows, key_of, layer, pixels
@@ -378,7 +378,7 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
     diagnosis = item.diagnosis
     undecided = diagnosis.fault_class == FaultClass.CANNOT_TELL
     tag = f'<span class="tag {"" if undecided else "bad"}">confidence {diagnosis.confidence:.0%}</span>'
-    what = str(diagnosis.fault_class).replace("_", " ")
+    what = in_words(diagnosis.fault_class)
     timed = not any(e.kind == NO_TIME for e in diagnosis.evidence)
     decision, delay = moment(diagnosis.detected_at), diagnosis.detected_at - diagnosis.onset
     if math.isfinite(delay) and delay >= 0.01:
@@ -435,7 +435,7 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
     rows = []
     for e in others[:NUM_EVIDENCE_SHOWN]:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in e.values.items())
-        rows.append((escape(e.kind.removeprefix(METRIC).replace("_", " "), 100), escape(e.text), escape(numbers)))
+        rows.append((escape(in_words(e.kind.removeprefix(METRIC)), 100), escape(e.text), escape(numbers)))
     return _table("Evidence", ("Kind", "Observation", "Numbers"), rows, len(others) - NUM_EVIDENCE_SHOWN)
 
 

@@ -51,9 +51,12 @@ class RolecallCallback(_Callback):  # type: ignore[misc]
         return RolecallCallback, ()  # a trainer is copied and sent to other processes
 
     @hook
-    def on_train_start(self, trainer: object, pl_module: object) -> None:
+    def on_train_start(self, trainer: Any, pl_module: object) -> None:
         self._steps_done = -1
-        self._training.begin()
+        # Where Lightning starts the processes of a job itself, no variable of the environment tells the rank.
+        self._training.begin(
+            overrides=False, rank=trainer.global_rank, world_size=trainer.world_size, local_rank=trainer.local_rank
+        )
 
     @hook
     def on_train_batch_start(self, trainer: Any, pl_module: object, batch: object, batch_idx: int) -> None:

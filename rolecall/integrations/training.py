@@ -87,14 +87,16 @@ class Training:
         self._inside: list[str] = []  # phases entered within the step; coroutines may leave them in any order
         self._shown = ""
 
-    def begin(self, **identity: Any) -> None:
+    def begin(self, *, overrides: bool = True, **identity: Any) -> None:
         """The process is a rank from now on, without progress due until its first step. `identity`: arguments of
-        `reporter.start`; without any, a reporter that the job has started itself keeps its own."""
-        self._guard(self._begin, identity)
+        `reporter.start`; without any, or if it does not override, a reporter that the job has started itself keeps
+        its own."""
+        self._guard(self._begin, (overrides, identity))
 
-    def _begin(self, identity: Mapping[str, Any]) -> None:
+    def _begin(self, given: tuple[bool, Mapping[str, Any]]) -> None:
+        overrides, identity = given
         hooks.stand_down()
-        if identity or not self._report.is_started():
+        if (identity and overrides) or not self._report.is_started():
             self._report.start(**identity, source=SOURCE)
         self.wait()  # a first batch, or a checkpoint to go on from, may take long
 

@@ -129,12 +129,14 @@ class _Request(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Raises TimeoutError: too late. 0 bytes: the client ends, or has sent too much."""
+        """Raises TimeoutError: too late; Refused: too much. 0 bytes: the client ends."""
         left = self._ends_at - time.monotonic()
         if left <= 0:
             raise TimeoutError
+        if not self._bytes_left:
+            raise Refused(413, f"more than {HEAD_BYTES_MAX + BODY_BYTES_MAX:,} bytes")
         self._connection.settimeout(left)
-        num_bytes = self._connection.recv_into(buffer, min(len(buffer), self._bytes_left)) if self._bytes_left else 0
+        num_bytes = self._connection.recv_into(buffer, min(len(buffer), self._bytes_left))
         self._bytes_left -= num_bytes
         return num_bytes
 

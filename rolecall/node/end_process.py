@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.ids import process_start_ticks
+from rolecall.core.proc_stat import read_stat
 from rolecall.core.text import counted
 
 POLL_SECONDS = 0.02
@@ -88,22 +89,15 @@ def _is_over(pid: int, fd: int, proc: Path) -> bool:
     return _is_zombie(pid, proc)  # its parent has not read its exit code
 
 
-def _stat(pid: int, proc: Path) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty: there is no such process."""
-    try:
-        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def _is_zombie(pid: int, proc: Path) -> bool:
-    return _stat(pid, proc)[:1] in (["Z"], ["X"], [])
+    stat = read_stat(pid, proc)
+    return stat is None or stat.has_ended
 
 
 def _ancestors(pid: int, proc: Path) -> set[int]:
     found = {pid}
-    while fields := _stat(pid, proc):
-        pid = int(fields[1])
+    while stat := read_stat(pid, proc):
+        pid = stat.parent
         found.add(pid)
     return found
 
@@ -112,9 +106,9 @@ def _descendants(pid: int, proc: Path) -> list[tuple[int, int]]:
     """(PID, start time) of all, parents first."""
     children: dict[int, list[tuple[int, int]]] = {}
     for folder in proc.iterdir():
-        fields = _stat(int(folder.name), proc) if folder.name.isdecimal() else []
-        if len(fields) > 19:
-            children.setdefault(int(fields[1]), []).append((int(folder.name), int(fields[19])))
+        stat = read_stat(int(folder.name), proc) if folder.name.isdecimal() else None
+        if stat is not None:
+            children.setdefault(stat.parent, []).append((int(folder.name), stat.start_ticks))
     found, todo = list[tuple[int, int]](), [pid]
     while todo:
         below = children.get(todo.pop(), [])

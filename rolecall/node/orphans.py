@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.counters import read_at_most
+from rolecall.agent.collectors.counters import read_at_most, stat_of
 from rolecall.agent.collectors.process.orphans import TITLE_BYTES_MAX, end_command, is_orphan
-from rolecall.agent.collectors.process.ray_workers import stat_of
 from rolecall.core.errors import CommandRefused
 from rolecall.core.ids import process_start_ticks
 
@@ -106,10 +105,10 @@ def gpu_bytes_by_pid() -> dict[int, int] | None:
 def refuse_unless_orphan(pid: int, start_ticks: int, proc: Path = Path("/proc")) -> None:
     """Raises CommandRefused: the process runs and is no orphan. One that is gone is left to the caller."""
     stat = stat_of(proc, pid)
-    if stat is None or stat[2] != start_ticks:
+    if stat is None or stat.start_ticks != start_ticks:
         return
-    parent = stat_of(proc, stat[1])
+    parent = stat_of(proc, stat.parent)
     title = read_at_most(f"{proc}/{pid}/cmdline", TITLE_BYTES_MAX).split(b"\0")[0].decode("utf-8", "replace")
-    if parent is None or not is_orphan(title, parent[0]):
-        whose = f"its parent is {parent[0]} ({stat[1]})" if parent is not None else "its parent is not known"
+    if parent is None or not is_orphan(title, parent.name):
+        whose = f"its parent is {parent.name} ({stat.parent})" if parent is not None else "its parent is not known"
         raise CommandRefused(f"PID {pid} ({title}) is no orphan of an engine: {whose}")

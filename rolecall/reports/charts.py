@@ -15,6 +15,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
+from rolecall.core.ids import role_of
 from rolecall.core.membership import STANDBY_ROLES, is_standby
 from rolecall.core.text import escape, plain, seconds
 from rolecall.views.lifetimes import replica_order
@@ -116,7 +117,7 @@ def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Replicas grouped by role, roles in the order of the page."""
     groups: dict[str, set[str]] = {}
     for lane in lanes:
-        groups.setdefault(str(lane["replica"]).partition("/")[0], set()).add(str(lane["replica"]))
+        groups.setdefault(role_of(str(lane["replica"])), set()).add(str(lane["replica"]))
 
     roles = sorted(groups, key=lambda r: (ROLE_ORDER.index(r) if r in ROLE_ORDER else len(ROLE_ORDER), r))
     return [sorted(groups[r], key=lambda replica: (replica_order(replica), replica)) for r in roles]

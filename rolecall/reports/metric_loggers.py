@@ -24,7 +24,7 @@ from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import JournalUnavailable
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import EvaluationFinished, StepCommitted
+from rolecall.core.journal.payloads.run import EvaluationFinished, StepCommitted
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.views.journal_reader import JournalReader

@@ -22,14 +22,11 @@ from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import JobStopRequested, OncallPaged, RecoveryPaused, RecoveryResumed
+from rolecall.core.journal.payloads.run import (
     ComponentRestarted,
     EpochAdvanced,
-    JobStopRequested,
-    OncallPaged,
-    Payload,
-    RecoveryPaused,
-    RecoveryResumed,
     ReplicaReady,
     RunEnded,
     RunStarted,

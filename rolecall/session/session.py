@@ -21,7 +21,8 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CommandRefused, ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
+from rolecall.core.journal.payloads.recovery import OncallPaged
+from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded, StepCommitted
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir, create_run_dir, open_run_dir
 from rolecall.core.text import counted

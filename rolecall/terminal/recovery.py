@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from rolecall.core.diagnosis import Plan
+from rolecall.core.ids import role_of
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import ago, counted, in_words, past, utc
 from rolecall.detector.base.findings import LOG_FILE
@@ -115,7 +116,7 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Rendera
     if len(replicas) > REPLICAS_SHOWN_MAX:
         roles: dict[str, list[bool]] = {}
         for r in replicas:
-            roles.setdefault(r["replica"].partition("/")[0], []).append(r["state"] in SERVING)
+            roles.setdefault(role_of(r["replica"]), []).append(r["state"] in SERVING)
         lines += aligned(
             (_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items()
         )

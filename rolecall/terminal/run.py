@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rolecall.core.ids import role_of
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import in_words, plain, seconds
 from rolecall.recovery.incidents import IncidentProjection
@@ -75,7 +76,7 @@ def _head(snapshot: RunSnapshot, title: str) -> Text:
 def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:
     roles: dict[str, list[ReplicaRow]] = {}
     for row in rows:
-        roles.setdefault(row.replica.partition("/")[0], []).append(row)
+        roles.setdefault(role_of(row.replica), []).append(row)
     known = {role: n for n, role in enumerate(ROLE_ORDER)}
     lines = []
     for role in sorted(roles, key=lambda r: (known.get(r, len(known)), r)):
@@ -167,8 +168,8 @@ def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
         if number == 0:  # the newest in full, the others by name
             sentence = plain(incident.because, SENTENCE_LINES * max(10, width - RAGGED))
             parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
-            if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
-                parts.append(_line(("  " + incident.detail, "dim")))
+            if detail := _beyond_diagnosis(incident):
+                parts.append(_line(("  " + detail, "dim")))
     if not snapshot.open_incidents:
         parts.append(_line(("no open incidents", "dim")))
     closed = snapshot.closed_incidents[-1:] if snapshot.open_incidents else snapshot.closed_incidents
@@ -181,6 +182,11 @@ def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
 
 def _who(incident: IncidentRow) -> str:
     return ", ".join(incident.suspects) or "no suspect"
+
+
+def _beyond_diagnosis(incident: IncidentRow) -> str:
+    """What the newest text adds to the diagnosis, which a plan often gives as its reason, or begins with."""
+    return incident.detail.removeprefix(incident.because).removeprefix("; ")
 
 
 def plain_lines(before: RunSnapshot | None, now: RunSnapshot, *, progress_due: bool = True) -> list[str]:
@@ -200,11 +206,13 @@ def plain_lines(before: RunSnapshot | None, now: RunSnapshot, *, progress_due: b
         if old is None:
             lines.append(f"{at}INCIDENT {incident.incident_id} {incident.fault_class}: {incident.because}")
         if old is None or old.stage != incident.stage:
-            lines.append(f"{at}incident {incident.incident_id} {_who(incident)}: {incident.stage}. {incident.detail}")
+            more = f". {detail}" if (detail := _beyond_diagnosis(incident)) else ""
+            lines.append(f"{at}incident {incident.incident_id} {_who(incident)}: {incident.stage}{more}")
     if now.paused and (before is None or before.paused != now.paused):
         lines.append(f"{at}paused: {now.paused}")
     evaluated = before is not None and before.held_out_reward != now.held_out_reward
-    if lines or evaluated or progress_due:
+    is_noted = before is None and now.step < 0  # what is being waited for stands in the line before
+    if lines or evaluated or (progress_due and not is_noted):
         lines.append(at + _progress(now).plain)
     return [plain(line, 500).rstrip() for line in lines]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rolecall.core.errors import JournalError
+from rolecall.core.ids import role_of
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
@@ -69,7 +70,7 @@ class WatchedJob:
     def start_replicas(self) -> None:
         for replica in self.replicas:
             argv = ["/bin/sh", "-c", AGAIN, sys.executable, self._code]
-            role = replica.partition("/")[0]
+            role = role_of(replica)
             self.start(argv, ROLECALL_REPLICA=replica, ROLECALL_ROLE=role, ROLECALL_RANK="0")
 
     def start_watch(self, config: str) -> None:

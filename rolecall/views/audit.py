@@ -18,7 +18,7 @@ from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
-from rolecall.core.journal.payloads import ChainHead, ReplicaReady, RunEnded, StepCommitted, WeightsAdmitted
+from rolecall.core.journal.payloads.run import ChainHead, ReplicaReady, RunEnded, StepCommitted, WeightsAdmitted
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted, plain
 

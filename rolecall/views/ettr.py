@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from rolecall.core.ids import role_of
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import EpochAdvanced, RunStarted, StepCommitted
+from rolecall.core.journal.payloads.run import EpochAdvanced, RunStarted, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply_leniently
 from rolecall.views.incidents import (
@@ -100,7 +101,7 @@ class Loss:
 
     @property
     def role(self) -> str:
-        return self.replica.partition("/")[0]
+        return role_of(self.replica)
 
 
 def _number(value: float | None) -> float:
@@ -116,7 +117,7 @@ def training_began(events: Iterable[Event]) -> float | None:
     """When an epoch first had both a trainer and a rollout, wall seconds."""
     for event in events:
         if isinstance(event.payload, EpochAdvanced):
-            roles = {replica.partition("/")[0] for replica, _ in event.payload.members}
+            roles = {role_of(replica) for replica, _ in event.payload.members}
             if {"trainer", "rollout"} <= roles:
                 return event.wall_at
     return None

@@ -25,10 +25,9 @@ from typing import Any
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
-    ActionStarted,
+from rolecall.core.journal.payloads.recovery import ActionStarted, NodeLent
+from rolecall.core.journal.payloads.run import (
     ComponentRestarted,
-    NodeLent,
     ReplicaReady,
     RequestsReassigned,
     StepCommitted,

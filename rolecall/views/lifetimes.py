@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from rolecall.core.ids import ReplicaId
+from rolecall.core.ids import ReplicaId, role_of
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.run import (
     EpochAdvanced,
     ReplicaLost,
     ReplicaReady,
@@ -45,7 +45,7 @@ class IncarnationRecord:
 
     @property
     def role(self) -> str:
-        return self.replica.partition("/")[0]
+        return role_of(self.replica)
 
     @property
     def process(self) -> tuple[str, int, int] | None:

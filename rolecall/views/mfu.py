@@ -18,7 +18,7 @@ from typing import Final
 from rolecall.core.config.job import JobConfig, ModelConfig
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import EpochAdvanced, StepCommitted
+from rolecall.core.journal.payloads.run import EpochAdvanced, StepCommitted
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 WINDOW_STEPS: Final = 16

@@ -155,7 +155,6 @@ class RecordedRanks:
         for event in seen.events:
             if event.kind is AgentEventKind.REGISTERED and event.process is not None:
                 self._registered[event.process] = _registration(event, self._registered.get(event.process))
-                self._forget(event.process, event.detail.get("was", event.replica), event.rank, event.replica)
         for batch in seen.batches:
             for sample in batch.processes:
                 self._newest[sample.replica, sample.rank, str(sample.process.node)] = sample
@@ -164,9 +163,19 @@ class RecordedRanks:
         due = WRITE_SECONDS if len(self._newest) <= LARGE_RANKS else LARGE_WRITE_SECONDS
         if self._newest and now - self._wrote_at >= due:
             self._wrote_at = now
+            self._drop_former_names()
             self._drop_exited()
             self._write()
         return seen
+
+    def _drop_former_names(self) -> None:
+        """A process that a rule found has another name, perhaps of another rank, once it has registered itself."""
+        named: dict[ProcessId, tuple[str, int, str]] = {}
+        for key, sample in self._newest.items():
+            known = named.get(sample.process)
+            if known is None or sample.at >= self._newest[known].at:
+                named[sample.process] = key
+        self._newest = {key: sample for key, sample in self._newest.items() if named[sample.process] == key}
 
     def _drop_exited(self) -> None:
         if any(sample.alive for sample in self._newest.values()):
@@ -199,12 +208,6 @@ class RecordedRanks:
                 self._journal.set_flag(observed_course.FLAG, observed_course.to_json(self._course.points))
         except JournalError as e:  # pages show older values; detection goes on
             logger.warning("the observed ranks are not written: %s", e)
-
-    def _forget(self, process: ProcessId, was: str, rank: int, replica: str) -> None:
-        """The name that the process had before, as that of the rule that found it."""
-        before = self._newest.get((was, rank, str(process.node)))
-        if before is not None and was != replica and before.process.pid == process.pid:
-            del self._newest[was, rank, str(process.node)]
 
 
 def _registration(event: AgentEvent, known: Registration | None) -> Registration:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.views.incidents import IncidentSummary, last_of
 from rolecall.views.lifetimes import IncarnationRecord
 

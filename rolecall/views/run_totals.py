@@ -11,14 +11,11 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     ActionDone,
     ActionFailed,
     ActionStarted,
-    CheckpointWritten,
-    DatasetProgress,
     DiagnosisReviewed,
-    EpochAdvanced,
     IncidentClosed,
     IncidentOpened,
     NodeQuarantined,
@@ -28,6 +25,11 @@ from rolecall.core.journal.payloads import (
     PlanCreated,
     PlanExpired,
     PlanRejected,
+)
+from rolecall.core.journal.payloads.run import (
+    CheckpointWritten,
+    DatasetProgress,
+    EpochAdvanced,
     RequestsReassigned,
     RunEnded,
     RunStarted,

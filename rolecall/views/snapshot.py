@@ -8,14 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
-    EpochAdvanced,
-    EvaluationFinished,
-    PlanProposed,
-    RunEnded,
-    RunStarted,
-    StepCommitted,
-)
+from rolecall.core.journal.payloads.recovery import PlanProposed
+from rolecall.core.journal.payloads.run import EpochAdvanced, EvaluationFinished, RunEnded, RunStarted, StepCommitted
 from rolecall.core.membership import Actual, Desired, ReplicaState, hybrid_partner, is_standby
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.text import in_words

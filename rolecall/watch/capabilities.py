@@ -26,17 +26,17 @@ from rolecall.core.telemetry import (
 from rolecall.core.text import counted
 from rolecall.detector.live.monitored_process import TRAINING_VALUES
 from rolecall.detector.live.run_panels import PEERS_MIN
-from rolecall.detector.live.stages.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
-from rolecall.detector.live.stages.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
-from rolecall.detector.live.stages.wait import RANKS_MIN
+from rolecall.detector.live.stages.exits.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
+from rolecall.detector.live.stages.progress.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
+from rolecall.detector.live.stages.progress.wait import RANKS_MIN
 
 RECORDER_OFF = ("0", "false", "off", "no")
 SET_RECORDER = "set TORCH_FR_BUFFER_SIZE=2000 before torch is imported; `rolecall exec` does"
 TWO_LINES = "two lines in the training loop (docs/howto/instrument.md)"
 INTEGRATIONS = "docs/howto/frameworks.md"
-WITHOUT_RANK = ("slime-trainer", "openrlhf-trainer", "openrlhf-critic")
-"""Rules whose processes learn their rank inside the actor: `rolecall env` alone does not register them."""
-ENGINES = ("verl-rollout", "slime-rollout", "openrlhf-rollout")
+OPTIMIZES = ("slime-trainer", "openrlhf-trainer", "openrlhf-critic", "nemo-rl-trainer", "nemo-rl-critic")
+"""Rules whose actors report by `rolecall env` alone: their rank is known by their first optimizer step."""
+ENGINES = ("verl-rollout", "slime-rollout", "openrlhf-rollout", "nemo-rl-rollout")
 TORCHRUN, SLURM, SRUN = "torchrun", "slurm", "srun"
 
 
@@ -243,9 +243,9 @@ class _At(NamedTuple):
             return (
                 f'`pip install` rolecall on each node, and `eval "$(rolecall env)"` before `ray start` ({INTEGRATIONS})'
             )
-        if rule in WITHOUT_RANK:
-            return f'`eval "$(rolecall env)"` before `ray start`, and ROLECALL_RANK in the actor ({INTEGRATIONS})'
-        if rule.startswith(("slime", "openrlhf")):
+        if rule in OPTIMIZES:
+            return f'`eval "$(rolecall env)"` before `ray start` ({INTEGRATIONS})'
+        if rule.startswith(("slime", "openrlhf", "nemo-rl")):
             return f"no integration knows this process: {code}"
         if rule == "ray-train":
             return f"TorchTrainer(reported(train_func), ...) ({INTEGRATIONS})"
@@ -617,8 +617,10 @@ def _actuator_for(at: _At) -> str:
     where = "docs/howto/replace.md"
     if rank.found_by == "slime-rollout":
         return f"actuator: {{kind: processes}}, with --use-fault-tolerance in the job ({where})"
+    if rank.found_by == "nemo-rl-rollout":
+        return f"actuator: {{kind: processes}}, with generation_fleet_health in the job ({where})"
     if rank.found_by == "verl-rollout":
-        return f"standalone replicas: actuator: {{kind: command}} with a script of verl's calls ({where})"
+        return f"standalone replicas: actuator: {{kind: verl}}, with rolecall's plugin in the job ({where})"
     if rank.found_by.startswith("verl"):
         return "none: verl's colocated workers are not replaced alone"
     if rank.pod_uid:
@@ -627,6 +629,6 @@ def _actuator_for(at: _At) -> str:
         return f"none for one rank: those of a torchrun job start again together. torchft replaces one ({where})"
     if rank.slurm_step or SRUN in (rank.launcher,) or rank.found_by == SLURM:
         return f"{role} and actuator: {{kind: slurm}}, where the replica is a job or step of its own ({where})"
-    if rank.found_by.startswith(("openrlhf", "ray", "slime")) or rank.launcher == "ray":
+    if rank.found_by.startswith(("openrlhf", "ray", "slime", "nemo-rl")) or rank.launcher == "ray":
         return f"{role} and actuator: {{kind: processes}}, for actors with max_restarts ({where})"
     return f"{role} and actuator: {{kind: processes}} where something starts it again, or command ({where})"

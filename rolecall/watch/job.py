@@ -9,7 +9,7 @@ from typing import Any
 
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.core.clock import Clock
-from rolecall.core.ids import ProcessId, split_replica
+from rolecall.core.ids import ProcessId, role_of, split_replica
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, job_names
 from rolecall.core.text import counted, spans
 from rolecall.detector.base.observation import Observation
@@ -189,7 +189,7 @@ class _Job:
 
     def excludes(self, other: "_Job") -> bool:
         """Whether both cannot be parts of one run: they have the same ranks."""
-        if not {r.partition("/")[0] for r, _ in self.slots} & {r.partition("/")[0] for r, _ in other.slots}:
+        if not {role_of(r) for r, _ in self.slots} & {role_of(r) for r, _ in other.slots}:
             return False
         return self.is_numbered or other.is_numbered or bool(self.slots & other.slots)
 

@@ -29,7 +29,7 @@ from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import ConfigError, RunNotFound, UnreadableInput
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import LeaseAcquired
+from rolecall.core.journal.payloads.recovery import LeaseAcquired
 from rolecall.core.journal.rows import reading
 from rolecall.core.rundir import RunDir, bearer_token, write_atomically
 from rolecall.core.text import plain

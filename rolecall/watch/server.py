@@ -30,7 +30,7 @@ from rolecall.core.faults import Remedy
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import RunStarted
+from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.nodes import QUARANTINE_KINDS, nodes_quarantined_by
 from rolecall.core.rundir import RunDir

@@ -26,7 +26,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.http import HttpAnswer, HttpFailed
 from rolecall.core.ids import NodeId
-from rolecall.core.journal.payloads import NodeQuarantined
+from rolecall.core.journal.payloads.recovery import NodeQuarantined
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.node_faults import FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS

@@ -33,11 +33,19 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "model.path: vLLM has no NoSuchModel",
         ),
     ),
-    "a tokenizer without a template, a reward file without that function, too little memory": (
-        {"model.path": "bare", "reward": "mine.py:wrong", "runtime.kv_cache_bytes": 1 << 45},
+    "no template, no such reward, answers and ranks that do not fit, too little memory": (
+        {
+            "model.path": "bare",
+            "reward": "mine.py:wrong",
+            "data.max_response_tokens": 60,
+            "runtime.kv_cache_bytes": 1 << 45,
+            "runtime.rollout_ranks": 2,
+        },
         (
             "model.path: the tokenizer has no chat template",
             "reward.function: ",
+            "data: prompt and response have up to 80 tokens, and the model reads 64",
+            "runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",
             "roles: trainer ",
         ),
     ),
@@ -46,7 +54,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("model.path: ", "data.path: "),
     ),
 }
-EVERY_TIME = "a tokenizer without a template, a reward file without that function, too little memory"
+EVERY_TIME = "no template, no such reward, answers and ranks that do not fit, too little memory"
 
 
 # Each case imports vLLM in a process of its own. `test_dataset_task.py` has the mistakes of the others without a command.
@@ -94,10 +102,6 @@ RANKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensor ranks that do not divide the trainer's ranks": (
         {"runtime": {"trainer_ranks": 3, "trainer_tensor_ranks": 2}},
         ("runtime.trainer_tensor_ranks: ", "trainer_ranks"),
-    ),
-    "heads of a model folder": (
-        {**JOB, "runtime": {"nodes": 4, "standbys": 0, "rollout_ranks": 2}},
-        ("runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",),
     ),
     "too little memory for the built-in model": (
         {"model": {"hidden_size": 4096, "intermediate_size": 16_384, "num_layers": 64}},

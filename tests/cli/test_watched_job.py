@@ -11,7 +11,7 @@ from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import IncidentClosed
+from rolecall.core.journal.payloads.recovery import IncidentClosed
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.loop import LEASE_NAME

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolecall.core.http import HttpAnswer, HttpFailed, request
+from rolecall.core.http import HttpAnswer, HttpFailed, is_loopback, request
 from tests.agent.page_server import PageServer, http_page
 
 
@@ -132,3 +132,12 @@ def test_a_header_that_cannot_be_sent_is_told_without_its_value(server: PageServ
     with pytest.raises(HttpFailed, match="the value of Authorization has a character") as e:
         request("GET", server.url, deadline_seconds=5.0, bytes_max=100, headers={"Authorization": f"Bearer {token}"})
     assert "secret-" not in str(e.value) and e.value.unsent
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("10.0.0.1", False),
+     ("::", False), ("node-1", False), ("", False)],
+)  # fmt: skip
+def test_what_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

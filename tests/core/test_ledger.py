@@ -12,7 +12,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import LedgerViolation
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import LEGAL, GroupState, Ledger, LedgerLine, audit, length_bucket
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS, Store, chain_hash
 
 S = GroupState

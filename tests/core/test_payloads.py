@@ -8,7 +8,9 @@ import pytest
 
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import PAYLOADS, IncidentOpened, OncallPaged, StepCommitted
+from rolecall.core.journal.payloads.contract import PAYLOADS
+from rolecall.core.journal.payloads.recovery import IncidentOpened, OncallPaged
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.journal.rows import event_of
 from tests.events import DIAGNOSIS, filled
 

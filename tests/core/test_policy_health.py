@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.journal.payloads import EventKind, StepCommitted
+from rolecall.core.journal.payloads.contract import EventKind
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.metrics.catalogue import BY_NAME as METRICS
 from rolecall.core.policy_health import BY_NAME, SIGNS, policy_health_of
 from rolecall.core.telemetry import HEALTH_SIGNS

@@ -7,7 +7,7 @@ from typing import Any
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.stages.collapse import TrainingStepPoint
+from rolecall.detector.live.stages.numbers.collapse import TrainingStepPoint
 
 Row = Mapping[str, float]
 WALL = 1_700_000_000.0

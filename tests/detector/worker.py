@@ -8,7 +8,8 @@ import time
 
 from rolecall.agent.reporter import reporter
 
-replica, node_dir, secret, unit_seconds = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
+replica, incarnation, node_dir, secret = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+unit_seconds = float(sys.argv[5])
 fault: list[str] = []
 
 
@@ -23,7 +24,7 @@ def unit() -> None:
         sum(range(2000))
 
 
-reporter.start(replica=replica, rank=0, incarnation=1, secret=secret, node_dir=node_dir)
+reporter.start(replica=replica, rank=0, incarnation=incarnation, secret=secret, node_dir=node_dir)
 threading.Thread(target=listen, daemon=True).start()
 if replica.startswith("standby/"):
     for phase in ("start", "wait"):

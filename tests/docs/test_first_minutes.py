@@ -4,14 +4,11 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rolecall.agent.processes.state_pages import PageReader
@@ -19,8 +16,10 @@ from tests.docs.pages import ROOT
 from tests.support import eventually
 
 SECTION = "## Watch the job you already run, in three commands"
-NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-"""The agent takes its default port: in a network of the test's own nobody else has it."""
+NAMESPACES = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+MACHINE = [*NAMESPACES, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+"""The agent takes its default port and looks at all processes: in namespaces of the test's own nobody else has the port,
+and no other job runs. PIDs are those of the namespace."""
 
 
 START_SECONDS = 150.0
@@ -60,12 +59,12 @@ def test_they_are_three() -> None:
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A shell in a folder that looks like a clone, with `rolecall` and `torchrun` of this environment."""
-    if subprocess.run([*NETWORK, "true"], check=False, capture_output=True, timeout=30).returncode:
-        pytest.skip("no network namespaces here")
+    if subprocess.run([*MACHINE, "true"], check=False, capture_output=True, timeout=30).returncode:
+        pytest.skip("no namespaces here")
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     shell = subprocess.Popen(
-        [*NETWORK, "bash"],
+        [*MACHINE, "bash"],
         cwd=tmp_path,
         env=like_a_clone(tmp_path),
         stdin=subprocess.PIPE,
@@ -73,10 +72,7 @@ def terminal(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )
     yield shell
-    for process in psutil.Process(shell.pid).children(recursive=True):  # torchrun's ranks have sessions of their own
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    shell.kill()
+    shell.kill()  # and with the first process of the namespace all of its processes
     shell.communicate()
 
 
@@ -103,8 +99,7 @@ def test_a_stopped_rank_is_named(terminal: subprocess.Popen[str], tmp_path: Path
         reader = PageReader(page)
         eventually(lambda reader=reader: reader.read().step >= 30, "it trains; deadlines are learned")
         reader.close()
-    os.kill(pid, signal.SIGSTOP)
-    terminal.stdin.write("until rolecall incidents --run my-job | grep -q trainer/0; do sleep 1; done\n")
+    terminal.stdin.write(f"kill -STOP {pid}\n")
     terminal.stdin.write(
         "until rolecall incidents inc-1-trainer-0 --run my-job | grep -q 'evidence coll'; do sleep 1; done\n"
     )

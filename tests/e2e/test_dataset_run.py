@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing import event_accumulator
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
-from rolecall.core.journal.payloads import EvaluationFinished
+from rolecall.core.journal.payloads.run import EvaluationFinished
 from rolecall.core.rundir import RunDir
 from tests.e2e.runs import ROOT, command, rolecall
 from tests.rl_runtime.chat_model import write_chat_model

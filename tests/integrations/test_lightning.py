@@ -13,6 +13,7 @@ from rolecall.integrations.training import Training
 from tests.integrations.recorded import Clock, Recorded
 
 MODULE = "rolecall.integrations.lightning"
+RANK = {"global_rank": 3, "world_size": 4, "local_rank": 1}
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, name: str) -> type:
@@ -66,7 +67,7 @@ def batch(callback: Any, trainer: Any, *, steps: bool, index: int = 0) -> None:
 
 
 def test_a_step_of_several_batches_is_one_step(callback: Any, report: Recorded) -> None:
-    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2, logged_metrics={"train_loss": 0.5})
+    trainer = SimpleNamespace(global_step=0, log_every_n_steps=2, logged_metrics={"train_loss": 0.5}, **RANK)
     callback.on_train_start(trainer, None)
     for _ in range(2):
         batch(callback, trainer, steps=False)
@@ -75,6 +76,17 @@ def test_a_step_of_several_batches_is_one_step(callback: Any, report: Recorded) 
     assert report.of("step") == [1, 2] and len(report.of("progress")) == 2
     assert report.phases == ["wait", "step", "wait", "step", "wait"]
     assert report.of("update") == [{"loss": 0.5}], "only where Lightning logs"
+
+
+def test_the_rank_is_that_of_the_trainer(callback: Any, report: Recorded) -> None:
+    callback.on_train_start(SimpleNamespace(**RANK), None)
+    assert report.of("start") == [{"rank": 3, "world_size": 4, "local_rank": 1}]
+
+
+def test_a_job_that_has_started_the_reporter_itself_keeps_its_rank(callback: Any, report: Recorded) -> None:
+    report.start(source="integration", replica="actor/2", rank=0)
+    callback.on_train_start(SimpleNamespace(**RANK), None)
+    assert report.of("start") == [{"replica": "actor/2", "rank": 0}]
 
 
 def test_validation_within_an_epoch_is_no_step(callback: Any, report: Recorded) -> None:

@@ -212,17 +212,18 @@ def test_clients_that_send_slowly_hold_no_place_for_long(
             one.close()
 
 
-def test_a_head_without_end_is_cut_off(url: str) -> None:
+def test_a_large_head_is_cut_off(url: str) -> None:
+    """http.server's own limit is for one line, and there may be a hundred of them."""
+    line = b"X: " + b"x" * 1000 + b"\r\n"
+    head = f"GET /v1/replicas HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     with connected(url) as client:
-        client.sendall(b"GET /v1/replicas HTTP/1.1\r\nX: ")
         with suppress(OSError):  # it is closed while we send
-            client.sendall(b"x" * (1 << 20))
+            client.sendall(head + (HEAD_BYTES_MAX // 1000 + 20) * line + b"\r\n")
         answer = b""
         with suppress(ConnectionError):
             while part := client.recv(1000):
                 answer += part
     assert b"200" not in answer.partition(b"\r\n")[0]
-    assert HEAD_BYTES_MAX < 65536, "http.server's own limit is for one line, and there may be a hundred"
     assert ask(url).status == 200
 
 

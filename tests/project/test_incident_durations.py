@@ -11,7 +11,7 @@ import pytest
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import IncidentUpdated
+from rolecall.core.journal.payloads.recovery import IncidentUpdated
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import seconds
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read

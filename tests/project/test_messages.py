@@ -13,7 +13,8 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Sus
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import (
     ActionDone,
     ActionFailed,
     ActionStarted,
@@ -25,7 +26,6 @@ from rolecall.core.journal.payloads import (
     IncidentUpdated,
     IncidentVerified,
     OncallPaged,
-    Payload,
     PlanApproved,
     PlanBlocked,
     PlanCreated,

@@ -24,7 +24,7 @@ from rolecall.core.faults import (
     SuppressionScope,
 )
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import IncidentOpened
+from rolecall.core.journal.payloads.recovery import IncidentOpened
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.accounting.statistics import evidence_of, precision_summary

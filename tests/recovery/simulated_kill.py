@@ -10,7 +10,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import Payload
+from rolecall.core.journal.payloads.contract import Payload
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.borrowing import Comeback

@@ -11,7 +11,7 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import LenderResumed, NodeLent
+from rolecall.core.journal.payloads.recovery import LenderResumed, NodeLent
 from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.actuators.ray_runtime import RayRuntime

@@ -14,7 +14,8 @@ from rolecall.core.errors import JournalCorrupt, JournalUnavailable
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import OncallPaged, Payload
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import OncallPaged
 from rolecall.detector.base.findings import FULL_DISK
 from rolecall.recovery import policy
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState

@@ -10,7 +10,8 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal.payloads import NodeQuarantined, RunStarted
+from rolecall.core.journal.payloads.recovery import NodeQuarantined
+from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.core.membership import Desired, ReplicaState, hybrid_partner
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_of, fleet_view

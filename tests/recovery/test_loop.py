@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import CallStarted
+from rolecall.core.journal.payloads.recovery import CallStarted
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.ray_runtime import RayRuntime

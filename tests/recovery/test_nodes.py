@@ -10,7 +10,7 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import PAYLOADS
+from rolecall.core.journal.payloads.contract import PAYLOADS
 from rolecall.core.nodes import nodes_quarantined_by, quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentOutcome, IncidentProjection

@@ -12,7 +12,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import IncidentOpened, IncidentUpdated
+from rolecall.core.journal.payloads.recovery import IncidentOpened, IncidentUpdated
 from rolecall.recovery.actuators.base import NoopActuator
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import REDISCOVERY_SECONDS, Watch

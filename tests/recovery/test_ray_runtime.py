@@ -9,7 +9,7 @@ from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
-from rolecall.core.journal.payloads import NodeQuarantined
+from rolecall.core.journal.payloads.recovery import NodeQuarantined
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.testing.recovery_world import FLEET
@@ -89,8 +89,8 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(tmp_path: Path) -
 
 
 def test_unsupported_actions_are_refused(world: World) -> None:
-    with pytest.raises(ActuatorError, match="cannot roll back"):
-        RayRuntime(world.journal).perform(plan(action=A.ROLL_BACK), take(world))
+    with pytest.raises(ActuatorError, match="cannot end orphan"):
+        RayRuntime(world.journal).perform(plan(action=A.END_ORPHAN), take(world))
 
 
 def test_a_restart_starts_new_processes_and_leaves_what_was_replaced_since_it_was_planned(world: World) -> None:

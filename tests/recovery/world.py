@@ -8,7 +8,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import RunStarted
+from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import Incident, fold
 from rolecall.recovery.interfaces import EvidenceCollector

@@ -15,13 +15,7 @@ from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import (
-    ChainHead,
-    DatasetProgress,
-    EvaluationFinished,
-    RunEnded,
-    StepCommitted,
-)
+from rolecall.core.journal.payloads.run import ChainHead, DatasetProgress, EvaluationFinished, RunEnded, StepCommitted
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.reports import metric_loggers
 from rolecall.reports.metric_loggers import Point, follow, point_of

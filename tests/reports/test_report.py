@@ -12,7 +12,7 @@ import pytest
 from rolecall.core.errors import JournalError, RolecallError, RunNotFound
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.rundir import RunDir
 from rolecall.reports.html import render_html
 from rolecall.reports.report import environment, make_report, read_facts, write_report

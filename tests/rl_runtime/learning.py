@@ -19,7 +19,7 @@ import torch
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import replica_id
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.group_relative import step_statistics

@@ -13,7 +13,7 @@ from rolecall.core.ids import NodeId, ReplicaId, RunId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.batch_assembler import PromptSource
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome

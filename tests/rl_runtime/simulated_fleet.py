@@ -25,7 +25,7 @@ from rolecall.core.errors import (
 )
 from rolecall.core.ids import GroupId, NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.protocol import messages as protocol
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint

@@ -344,6 +344,24 @@ def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> 
     assert len(lines) == 1 and "resolved" in lines[0]
 
 
+def test_a_plan_that_begins_with_the_diagnosis_adds_only_the_rest() -> None:
+    detail = "it ended by signal 9; trainer/1 and rollout/1 share a machine and are replaced together"
+    shown = RunSnapshot(now=1.0, open_incidents=(_incident(detail=detail),))
+    told = [line[11:] for line in plain_lines(None, shown) if "i-1" in line]
+    assert told == [
+        "INCIDENT i-1 crash: it ended by signal 9",
+        "incident i-1 rollout/1#1: acting. trainer/1 and rollout/1 share a machine and are replaced together",
+    ]
+    bare = RunSnapshot(now=1.0, open_incidents=(_incident(detail="it ended by signal 9"),))
+    assert plain_lines(None, bare)[1].endswith("incident i-1 rollout/1#1: acting")
+
+
+def test_what_a_start_waits_for_is_not_said_twice() -> None:
+    starting = RunSnapshot(now=1.0, note="rollout/1#1 is ready on node-2, pid 5")
+    assert plain_lines(None, starting) == []
+    assert plain_lines(starting, starting)[0].endswith("rollout/1#1 is ready on node-2, pid 5"), "after half a minute"
+
+
 # --- the summary and the screen -----------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ def _with_a_question(run: RunDir) -> None:
     from rolecall.core.ids import IncidentId
     from rolecall.core.journal.events import EventKind
     from rolecall.core.journal.journal import Journal
-    from rolecall.core.journal.payloads import PlanCreated
+    from rolecall.core.journal.payloads.recovery import PlanCreated
     from rolecall.recovery.fleet_view import fleet_view
     from rolecall.recovery.policy import PolicyInput, decide
 

@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import IncidentUpdated, PlanCreated
+from rolecall.core.journal.payloads.recovery import IncidentUpdated, PlanCreated
 from rolecall.core.rundir import RunDir
 from rolecall.views.ettr import ettr, losses
 from rolecall.views.incidents import (

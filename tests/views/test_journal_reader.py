@@ -6,7 +6,8 @@ import pytest
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import EpochAdvanced, OncallPaged
+from rolecall.core.journal.payloads.recovery import OncallPaged
+from rolecall.core.journal.payloads.run import EpochAdvanced
 from rolecall.views.journal_reader import JournalReader
 from tests.events import filled
 

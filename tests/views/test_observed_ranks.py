@@ -21,24 +21,24 @@ class Source:
 
     def __init__(self) -> None:
         self.progress = 0
-        self.replica = "trainer/0"
+        self.replica, self.rank = "trainer/0", 1
         self.events: tuple[AgentEvent, ...] = ()
         self.at = 50.0
         self.page: dict[str, Any] = {}
 
-    def registers(self, replica: str, **detail: str) -> None:
-        self.replica = replica
+    def registers(self, replica: str, rank: int = 1, **detail: str) -> None:
+        self.replica, self.rank = replica, rank
         self.events = (
             AgentEvent(
                 seq=1, kind=AgentEventKind.REGISTERED, node=NodeId("vm"), at=50.0, wall_at=1000.0, role="trainer",
-                process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), replica=replica, rank=1, detail=detail,
+                process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), replica=replica, rank=rank, detail=detail,
             ),
         )  # fmt: skip
 
     def poll(self, timeout_seconds: float) -> Observation:
         page: dict[str, Any] = {"step": 3, "progress": self.progress, "progress_at": 48.0} | self.page
         sample = ProcessSample(
-            process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica=self.replica, rank=1,
+            process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica=self.replica, rank=self.rank,
             incarnation=0, at=self.at, wall_at=1000.0, alive=True, page_ok=True, phase="compute", **page,
         )  # fmt: skip
         batch = SampleBatch(
@@ -86,6 +86,19 @@ def test_a_rank_has_its_job_and_only_its_newest_name(tmp_path: Path) -> None:
     (found,) = from_json(journal.flag(FLAG))
     assert (found.replica, found.job, found.launcher_pid) == ("trainer/9", "4711", 6)
     assert from_json(json.dumps([["trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None]])), "of an older watch"
+
+
+def test_a_rank_that_had_another_number_has_only_its_newest_name(tmp_path: Path) -> None:
+    clock, source = FakeClock(), Source()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    source.registers("trainer/33", rank=0, found_by="ray-train")
+    recorded = RecordedRanks(source, journal, clock)
+    recorded.poll(0.0)
+    source.registers("trainer/0", source="integration", was="trainer/33")
+    clock.advance(WRITE_SECONDS)
+    recorded.poll(0.0)
+    (found,) = from_json(journal.flag(FLAG))
+    assert (found.replica, found.rank) == ("trainer/0", 1)
 
 
 def test_how_a_rank_reports_its_pace_and_the_course_are_kept(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
     "steps of torchrun": (found_by("torchrun"), AGENT, SEEN, "steps", N, "rule torchrun", "rolecall exec -- COMMAND"),
     "steps of srun": (found_by("slurm"), AGENT, SEEN, "steps", N, "rule slurm", "srun rolecall exec"),
     "steps of verl": (found_by("verl-trainer"), AGENT, SEEN, "steps", N, "verl", "rolecall env"),
-    "steps of slime": (found_by("slime-trainer"), AGENT, SEEN, "steps", N, "slime", "ROLECALL_RANK"),
+    "steps of slime": (found_by("slime-trainer"), AGENT, SEEN, "steps", N, "slime", "rolecall env"),
     "steps of Ray Train": (found_by("ray-train"), AGENT, SEEN, "steps", N, "ray-train", "reported(train_func)"),
     "an engine": (
         ENGINE,
@@ -274,7 +274,8 @@ def test_ranks_of_one_torchrun_job_are_not_replaced_alone() -> None:
         (found_by("torchrun", pod_uid="x"), "kind: kubernetes"),
         (found_by("torchrun"), "torchft"),
         (found_by("verl-trainer"), "not replaced alone"),
-        (found_by("verl-rollout", 1), "kind: command"),
+        (found_by("verl-rollout", 1), "kind: verl"),
+        (found_by("nemo-rl-rollout", 1), "generation_fleet_health"),
         (found_by("openrlhf-rollout", 1), "max_restarts"),
         (found_by("mine", 1), "kind: processes"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import CallEnded, CallStarted, IncidentClosed
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted, IncidentClosed
 from rolecall.testing.watched_job import WatchedJob
 from tests.support import eventually
 from tests.watch.serving import serving

@@ -577,9 +577,7 @@ def test_evidence_of_a_stopped_process_says_that_it_is_stopped(tmp_path: Path) -
     assert "its own code" in str(unknown.statements) and "cannot be identified" in str(unknown.findings)
 
 
-KILLED = (
-    "[  101.0] {} Killed process {} ({}) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:1kB"
-)
+KILLED = "[  101.000001] {} Killed process {} ({}) total-vm:9kB, anon-rss:8kB, file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:1kB"
 OF_ITS_CGROUP, OF_THE_HOST = "Memory cgroup out of memory:", "Out of memory:"
 
 

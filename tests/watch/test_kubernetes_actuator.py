@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import CallEnded, CallStarted, EvidenceCollected, IncidentClosed
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted, EvidenceCollected, IncidentClosed
 from rolecall.testing.watched_job import WatchedJob
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, served
 from tests.support import eventually

@@ -117,7 +117,7 @@ def test_a_finished_run_comes_out_as_its_journal_has_it(fake_run: RunDir) -> Non
     assert found["incident_resolution_seconds_total", "rollout"] == pytest.approx(1.62 + 1.71, abs=0.01)
     assert found["incident_newest_detection_seconds", "trainer"] == pytest.approx(3.0, abs=0.01)
     assert found["actions_total", "replace_replica", "done"] == 3
-    assert found["plans_total", "replace_replica"] == 3 and found["plans_total", "roll_back"] == 0
+    assert found["plans_total", "replace_replica"] == 3 and found["plans_total", "stop_job"] == 0
     assert found["replica_state", "trainer", "trainer/1", "stopped"] == 1
     assert found["replicas", "rollout", "stopped"] == found["replicas_wanted", "rollout"] == 3
     assert found["replica_incarnation", "rollout", "rollout/1"] == 2

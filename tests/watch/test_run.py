@@ -50,7 +50,7 @@ def _watcher(path: Path, clock: FakeClock) -> watching._PersistentDetector:
 def test_panel_findings_reach_the_engine_and_learning_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolecall.detector.live.stages.panels.AFTERMATH_SECONDS", 0.0)
+    monkeypatch.setattr("rolecall.detector.live.stages.evidence.panels.AFTERMATH_SECONDS", 0.0)
     clock, fleet = FakeClock(), FakeFleet(seed=1)
     watcher = _watcher(tmp_path, clock)
     for o in fleet.run(15.0):

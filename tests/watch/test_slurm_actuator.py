@@ -11,7 +11,7 @@ import pytest
 
 from rolecall.core.config.actuators import SlurmActuator
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import CallEnded, CallStarted, IncidentClosed
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted, IncidentClosed
 from rolecall.recovery.actuators.calls import Call, Reply
 from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.slurm import Slurm

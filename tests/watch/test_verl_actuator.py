@@ -14,7 +14,7 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import CallEnded, CallStarted, IncidentClosed
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted, IncidentClosed
 from rolecall.integrations.verl_control import Control
 from rolecall.integrations.verl_replacements import Replacements
 from rolecall.testing.watched_job import WatchedJob

@@ -18,7 +18,7 @@ from rolecall.core.rundir import RunDir, bearer_token, create_run_dir
 from rolecall.core.telemetry import NO_PAGE, ProcessSample
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import suspect
-from rolecall.detector.live.stages.pulled_evidence import UNNAMED_SECONDS
+from rolecall.detector.live.stages.evidence.pulled_evidence import UNNAMED_SECONDS
 from rolecall.watch.evidence.pull import EvidencePull
 from tests.agent.processes import NODE, TOKEN, AgentProcess, Child
 from tests.detector.live.test_hooked_job import Job, Rank

@@ -2,8 +2,8 @@
 
 The newest poll of the engines' pages says how many requests each runs and how many tokens it has generated. With
 running requests, an engine makes progress only by tokens: one whose server answers while its engine hangs is seen to
-stand still (`detector.live.stages.engine`). Values are as old as the poll, 5 s by default. vLLM counts tokens as they
-are generated; SGLang only once a request ends, so that its counter does not serve here.
+stand still (`detector.live.stages.progress.engine`). Values are as old as the poll, 5 s by default. vLLM counts tokens
+as they are generated; SGLang only once a request ends, so that its counter does not serve here.
 """
 
 from collections.abc import Callable

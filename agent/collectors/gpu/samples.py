@@ -16,7 +16,7 @@ from math import isfinite
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading, LoggedOnce
-from rolecall.agent.collectors.counters import read_at_most, variables
+from rolecall.agent.collectors.counters import read_at_most, stat_of, variables
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -127,11 +127,11 @@ class GpuOwners:
     def _line(self, pid: int) -> Iterator[int]:
         """The process and its ancestors, by proc(5), field 4 of `stat`."""
         for _ in range(ANCESTORS_MAX):
-            fields = read_at_most(f"{self._proc}/{pid}/stat", 4096).rpartition(b")")[2].split()
-            if len(fields) < 2 or not fields[1].isdigit():
-                return  # no such process
+            stat = stat_of(self._proc, pid)
+            if stat is None:
+                return
             yield pid
-            pid = int(fields[1])
+            pid = stat.parent
             if pid <= 1:
                 return
 

@@ -87,7 +87,27 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     _ray("openrlhf-critic", "critic", r"CriticModelActor\b"),
     _ray("openrlhf-reference", "reference", r"ReferenceModelActor\b"),
     _ray("openrlhf-reward", "reward", r"RewardModelActor\b"),
-    _ray("openrlhf-rollout", "rollout", r"LLMRayActor\w*\b"),
+    _ray("openrlhf-rollout", "rollout", r"(LLM|Rollout)RayActor\w*\b"),
+    _ray("openrlhf-controller", "controller", r"(PPOTrainer(Async)?|TrainingActor|GenerateSamplesActor)\b"),
+    # NeMo-RL: RANK and the master address are in the runtime environment, of its engines, too
+    _ray(
+        "nemo-rl-trainer",
+        "trainer",
+        r"(DTensor|Megatron)PolicyWorker\w*(\[rank=(?P<rank>\d+)\])?",
+        replica=0,
+        rank="{rank}|{RANK}",
+        job=_MASTER,
+    ),
+    _ray(
+        "nemo-rl-critic",
+        "critic",
+        r"(DTensor|Megatron)ValueWorker\w*(\[rank=(?P<rank>\d+)\])?",
+        replica=0,
+        rank="{rank}|{RANK}",
+        job=_MASTER,
+    ),
+    _ray("nemo-rl-rollout", "rollout", r"(Vllm|SGLang)(Async)?GenerationWorker\b"),
+    _ray("nemo-rl-controller", "controller", r"(AsyncTrajectoryCollector|SyncRolloutActor)\b"),
     # plain Ray Train
     _ray("ray-train", "trainer", r"_?RayTrainWorker\w*"),
     # torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.agent.collectors.process.process import parse_stat
+from rolecall.core.proc_stat import parse_stat
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def exit_status(pidfd: int, pid: int, start_ticks: int) -> ExitStatus:
     """How the process of `pidfd` ended, as far as known."""
     with contextlib.suppress(OSError, ValueError):  # reaped
         stat = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
-        if stat.state in ("Z", "X") and stat.start_ticks == start_ticks:
+        if stat.has_ended and stat.start_ticks == start_ticks:
             return ExitStatus.from_wait_status(stat.exit_code)
     status = reaped_status(pidfd)
     return ExitStatus() if status is None else ExitStatus.from_wait_status(status)

@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
-from rolecall.agent.collectors.counters import read_at_most
-from rolecall.agent.collectors.process.ray_workers import stat_of
+from rolecall.agent.collectors.counters import read_at_most, stat_of
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEventKind
 
@@ -26,7 +25,6 @@ GRACE_SECONDS = 10
 TITLE_BYTES_MAX = 4096
 ORPHANS_MAX = 64
 """Reported at once; further ones wait."""
-ZOMBIES = ("Z", "X")
 
 
 def is_orphan(title: str, parent_name: str) -> bool:
@@ -80,14 +78,14 @@ class OrphansCollector:
             raise CollectorUnavailable(f"{self._proc}: {e.strerror}") from None
         stats = {pid: stat for pid in pids if (stat := stat_of(self._proc, pid)) is not None}
         found: dict[ProcessId, tuple[str, str]] = {}
-        for pid, (_, parent, start_ticks, state) in stats.items():
-            above = stats.get(parent)
-            if above is None or above[0] not in INITS or state in ZOMBIES:
+        for pid, stat in stats.items():
+            above = stats.get(stat.parent)
+            if above is None or above.name not in INITS or stat.has_ended:
                 continue
             title = (
                 read_at_most(f"{self._proc}/{pid}/cmdline", TITLE_BYTES_MAX).split(b"\0")[0].decode("utf-8", "replace")
             )
-            if is_orphan(title, above[0]):
-                process = ProcessId(node=self._node, pid=pid, start_ticks=start_ticks)
-                found[process] = title, f"{above[0]} ({parent})"
+            if is_orphan(title, above.name):
+                process = ProcessId(node=self._node, pid=pid, start_ticks=stat.start_ticks)
+                found[process] = title, f"{above.name} ({stat.parent})"
         return found

@@ -15,13 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from rolecall.core.proc_stat import STAT_BYTES_MAX, parse_stat
+
 SLOW_ROUNDS = 50
 """Reads between two sums of all threads' run delay (10 s at five reads a second)."""
 THROTTLE_ROUNDS = 10
 """Reads between two reads of the cgroup (2 s)."""
 NUM_THREADS_MAX = 4096
 """Further threads are ignored."""
-STAT_BYTES_MAX = 4096
 NANOSECONDS = 1e-9
 RUNNABLE = "R"
 
@@ -37,37 +38,6 @@ class ProcessReading(NamedTuple):
     rss_bytes: int = 0
     num_threads: int = 0
     major_faults: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stat:
-    """Fields of `/proc/PID/stat`, numbered as in proc(5)."""
-
-    state: str  # 3
-    major_faults: int  # 12
-    cpu_ticks: int  # 14 + 15: user and system
-    num_threads: int  # 20
-    start_ticks: int  # 22
-    rss_pages: int  # 24
-    exit_code: int  # 52, wait status; meaningful for a zombie only
-
-
-def parse_stat(raw: bytes) -> Stat:
-    """Raises ValueError when `raw` is not a `stat` line."""
-    # The command name (field 2) may contain spaces and parentheses: fields are counted after its last parenthesis.
-    fields = raw[raw.rindex(b")") + 2 :].split()
-    try:
-        return Stat(
-            state=fields[0].decode("ascii"),
-            major_faults=int(fields[9]),
-            cpu_ticks=int(fields[11]) + int(fields[12]),
-            num_threads=int(fields[17]),
-            start_ticks=int(fields[19]),
-            rss_pages=int(fields[21]),
-            exit_code=int(fields[49]) if len(fields) > 49 else 0,
-        )
-    except IndexError:
-        raise ValueError("too few fields in stat") from None
 
 
 def parse_run_delay(raw: bytes) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading, Fact, LoggedOnce
-from rolecall.agent.collectors.counters import read_at_most
+from rolecall.agent.collectors.counters import read_at_most, stat_of
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEventKind
@@ -29,7 +29,6 @@ LOG_BYTES_MAX = 256 * 1024
 """Of the end of each log: a kill by the memory monitor takes 5 KB, the tracebacks of an actor a few more."""
 NUM_FILES_MAX = 100_000
 RAYLET = "raylet"
-ZOMBIES = ("Z", "X")
 
 
 @dataclass(slots=True)
@@ -91,14 +90,14 @@ class RayWorkersCollector:
     def _worker(self, registration: Registration) -> RayWorker | None:
         """None: it is no worker of Ray, or has ended."""
         pid = registration.process.pid
-        parent = stat_of(self._proc, pid)
-        raylet = stat_of(self._proc, parent[1]) if parent is not None else None
-        if parent is None or raylet is None or raylet[0] != RAYLET:
+        own = stat_of(self._proc, pid)
+        raylet = stat_of(self._proc, own.parent) if own is not None else None
+        if own is None or raylet is None or raylet.name != RAYLET:
             return None
-        logs = self._log_folder(parent[1])
+        logs = self._log_folder(own.parent)
         if logs is None:
             return None
-        return RayWorker(registration, self._pid_inside(pid), (parent[1], raylet[2]), logs)
+        return RayWorker(registration, self._pid_inside(pid), (own.parent, raylet.start_ticks), logs)
 
     def _log_folder(self, raylet: int) -> Path | None:
         words = read_at_most(f"{self._proc}/{raylet}/cmdline", COMMAND_BYTES_MAX).split(b"\0")
@@ -124,7 +123,7 @@ class RayWorkersCollector:
         """None: Ray may still tell why."""
         name, worker_id = self._worker_file(worker)
         stat = stat_of(self._proc, worker.raylet[0])
-        lives = stat is not None and stat[2] == worker.raylet[1] and stat[3] not in ZOMBIES
+        lives = stat is not None and stat.start_ticks == worker.raylet[1] and not stat.has_ended
         death = death_of(
             self._end_of(worker.logs / name) if name else "",
             self._end_of(worker.logs / "raylet.out"),
@@ -180,16 +179,5 @@ class RayWorkersCollector:
 def parent_name(proc: Path, pid: int) -> str:
     """Empty: the process, or its parent, is gone."""
     of = stat_of(proc, pid)
-    parent = stat_of(proc, of[1]) if of is not None else None
-    return parent[0] if parent is not None else ""
-
-
-def stat_of(proc: Path, pid: int) -> tuple[str, int, int, str] | None:
-    """Name, parent, start time and state (proc(5), fields 2, 4, 22 and 3); None: gone."""
-    raw = read_at_most(f"{proc}/{pid}/stat", 4096)
-    opened, closed = raw.find(b"("), raw.rfind(b")")
-    fields = raw[closed + 2 :].split()
-    if opened < 0 or len(fields) < 20:
-        return None
-    name = raw[opened + 1 : closed].decode("utf-8", "replace")
-    return name, int(fields[1]), int(fields[19]), fields[0].decode("ascii", "replace")
+    parent = stat_of(proc, of.parent) if of is not None else None
+    return parent.name if parent is not None else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, LoggedOnce
-from rolecall.agent.collectors.counters import read_at_most, variables
+from rolecall.agent.collectors.counters import read_at_most, stat_of, variables
 from rolecall.agent.collectors.process.discovery import (
     SLOTS_PER_NODE,
     Discovery,
@@ -135,10 +135,10 @@ class UninstrumentedJobCollector:
         seen = self._seen.get(pid)
         if seen is not None and not seen.restless(at) and (pid + self._num_polls) % ROTATION:
             return None
-        stat = self._stat(pid)
-        if stat is None:
+        stat = stat_of(self._proc, pid)
+        if stat is None or stat.has_ended:
             return None
-        name, parent, start_ticks = stat
+        name, parent, start_ticks = stat.name, stat.parent, stat.start_ticks
         if seen is None or seen.start_ticks != start_ticks:
             is_kernel = parent == KERNEL_THREADS or pid == KERNEL_THREADS
             seen = self._seen[pid] = _Seen(pid, parent, start_ticks, name, at, is_kernel=is_kernel)
@@ -243,15 +243,6 @@ class UninstrumentedJobCollector:
             logger.warning("%s", text)
 
     # Reads of /proc: processes may vanish at any time.
-
-    def _stat(self, pid: int) -> tuple[str, int, int] | None:
-        """Name, parent and start time (proc(5), fields 2, 4 and 22); None: gone, or a zombie."""
-        raw = read_at_most(f"{self._proc}/{pid}/stat", 4096)
-        opened, closed = raw.find(b"("), raw.rfind(b")")
-        fields = raw[closed + 2 :].split()
-        if opened < 0 or len(fields) < 20 or fields[0] in (b"Z", b"X"):
-            return None
-        return raw[opened + 1 : closed].decode("utf-8", "replace"), int(fields[1]), int(fields[19])
 
     def _environ(self, pid: int) -> dict[str, str] | None:
         """Variables that the rules use; None: unreadable, or overwritten by a title."""

@@ -21,8 +21,14 @@ import torch
 
 from benchmarks import common
 from benchmarks.detection.collapse.courses import Spec, course, specs
-from rolecall.detector.live.stages import collapse as collapse_signs
-from rolecall.detector.live.stages.collapse import QUIET_STEPS, SIGNS, STEPS_KEPT, TrainingStepPoint, collapse_symptoms
+from rolecall.detector.live.stages.numbers import collapse as collapse_signs
+from rolecall.detector.live.stages.numbers.collapse import (
+    QUIET_STEPS,
+    SIGNS,
+    STEPS_KEPT,
+    TrainingStepPoint,
+    collapse_symptoms,
+)
 
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
 SIGN_KINDS = (

@@ -26,7 +26,7 @@ import torch
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
-from rolecall.detector.live.stages.collapse import SIGNS
+from rolecall.detector.live.stages.numbers.collapse import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.protocol.messages import PromptGroup

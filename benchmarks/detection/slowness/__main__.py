@@ -26,7 +26,7 @@ from benchmarks.detection.slowness.measures import DISTURBED, HEALTHY, MEASURES,
 from benchmarks.pictures import distributions
 from rolecall.core.config.job import DetectorConfig, parse_job
 from rolecall.core.rundir import RunDir
-from rolecall.detector.live.stages import slow
+from rolecall.detector.live.stages.progress import slow
 
 WINDOW_SECONDS = (1.0, 5.0, 10.0, 30.0)
 PICTURE_SECONDS = 5.0

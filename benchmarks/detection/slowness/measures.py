@@ -26,8 +26,8 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.live.monitored_process import starved_seconds
 from rolecall.detector.live.processes import MonitoredProcesses
-from rolecall.detector.live.stages import slow
-from rolecall.detector.live.stages.slow import SlowState
+from rolecall.detector.live.stages.progress import slow
+from rolecall.detector.live.stages.progress.slow import SlowState
 
 MEASURES = ("busy", "cpu", "delay", "effective")
 LOGARITHMIC = frozenset({"busy", "cpu", "effective"})

@@ -50,7 +50,8 @@ def smooth(seed: int, num: int) -> Floats:
     wave = np.sin(rng.uniform(0.02, 0.2, num) * np.arange(8)[:, None] + rng.uniform(0, 2 * np.pi, num))
     values = 0.5 + rng.uniform(0, 0.4, num) * wave + rng.uniform(-0.1, 0.1, num)
     values += 0.003 * rng.standard_normal(values.shape)
-    return values.astype(np.float32)[:, None, None]
+    found: Floats = values.astype(np.float32)[:, None, None]
+    return found
 
 
 def denoisers(args: argparse.Namespace) -> list[str]:

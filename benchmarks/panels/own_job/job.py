@@ -259,7 +259,7 @@ def record(case: Case, folder: Path) -> tuple[float, NDArray[np.float32]]:
             _until(partial(_has_own_network, process.pid), "a worker's namespace")
             c.connect(process.pid)
             can_go.send("go")
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             "10.77.0.254", STORE_PORT, case.num_workers, is_master=True, wait_for_workers=False
         )  # kept: the workers' meeting point
         sampled = _sample(case, containers, processes, folder)
@@ -359,7 +359,9 @@ def _work(case: Case, container: _Container, folder: Path, connected: Any, _can_
     shared = torch.nn.Sequential(torch.nn.Linear(NUM_HIDDEN, NUM_HIDDEN), torch.nn.Tanh())  # all layers but the first
     model = torch.nn.Sequential(torch.nn.Linear(num_inputs + ROW_BYTES, NUM_HIDDEN), *[shared] * NUM_LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    store = dist.TCPStore("10.77.0.254", STORE_PORT, case.num_workers, is_master=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "10.77.0.254", STORE_PORT, case.num_workers, is_master=False
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.num_workers)
     for step in count():
         began = time.perf_counter()
@@ -378,7 +380,8 @@ def _work(case: Case, container: _Container, folder: Path, connected: Any, _can_
         summed = torch.cat([g.flatten() for g in gradients])
         dist.all_reduce(summed)
         reduced = time.perf_counter()
-        for gradient, part in zip(gradients, summed.split([g.numel() for g in gradients]), strict=True):
+        parts = summed.split([g.numel() for g in gradients])  # type: ignore[no-untyped-call]
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient) / case.num_workers)
         optimizer.step()
         stepped = time.perf_counter()

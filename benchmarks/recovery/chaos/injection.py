@@ -17,7 +17,7 @@ from benchmarks.recovery.soak import run as soak
 from rolecall.core.errors import InjectionRefused, JournalError, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ActionStarted
+from rolecall.core.journal.payloads.recovery import ActionStarted
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.recovery.chaos.schedule import Fault
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import ComponentRestarted
+from rolecall.core.journal.payloads.run import ComponentRestarted
 from rolecall.rl_runtime.processes import RunProcess
 from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
@@ -81,7 +81,9 @@ def innocents(
 def unjudged(error: Exception) -> dict[str, Any]:
     """What is written of a fault if nothing could be found out: it counts as not named and not cured."""
     reason = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
-    nothing = {key: [] for key in ("classes", "alarms", "innocent", "others_in_plans", "problems")}
+    nothing: dict[str, list[str]] = {
+        key: [] for key in ("classes", "alarms", "innocent", "others_in_plans", "problems")
+    }
     return {"named": False, "found_seconds": None, "cured_seconds": None, **nothing, "reason": reason}
 
 

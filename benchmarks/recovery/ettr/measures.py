@@ -2,12 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.recovery.ettr.schedule import NUM_ROLLOUTS, NUM_TRAINERS
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key
@@ -32,7 +33,7 @@ def measured(
     joined = summarize_incidents(events, known, faults)
     lost = cold_losses(known, faults, killed_at, end) if killed_at else losses(joined, end)
     every = [e.as_(StepCommitted) for e in events if e.kind is EventKind.STEP_COMMITTED]
-    sizes = {"num_rollouts": NUM_ROLLOUTS, "num_trainers": NUM_TRAINERS}
+    shares = partial(ettr, began, end, lost, num_rollouts=NUM_ROLLOUTS, num_trainers=NUM_TRAINERS)
     gaps = [b.at - a.at for a, b in pairwise(committed)]
     pace = statistics.median(gaps) if gaps else end - began
     commits_at = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
@@ -58,15 +59,19 @@ def measured(
             commits=commits,
         )
         role, _, index = fault.target.partition("/")
-        recovery = {"role": role, "replica": int(index), "step": position(began, commits_at, pace, fault.injected_at)}
+        recovery: dict[str, Any] = {
+            "role": role,
+            "replica": int(index),
+            "step": position(began, commits_at, pace, fault.injected_at),
+        }
         served = [r.serving_at - started for r in made if r.serving_at is not None] if started is not None else []
         recovery["away"] = round(statistics.fmean(served), 3) if served else None
-        recoveries.append(recovery | phases.seconds | {"whole": phases.whole})
+        recoveries.append({**recovery, **phases.seconds, "whole": phases.whole})
     return {
         "num_steps": len(committed),
         "seconds_to_n": end - began,
-        "ettr": ettr(began, end, lost, **sizes, count_rollouts=False),
-        "ettr_with_rollouts": ettr(began, end, lost, **sizes),
+        "ettr": shares(count_rollouts=False),
+        "ettr_with_rollouts": shares(),
         "step_seconds": pace,
         "tokens_trained": sum(s.num_tokens for s in committed),
         "tokens_trained_again": sum(c.tokens for c in every) - sum(s.num_tokens for s in committed),

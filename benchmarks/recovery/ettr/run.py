@@ -17,7 +17,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.rundir import RunDir
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.rl_runtime.faults.injector import inject

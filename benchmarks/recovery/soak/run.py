@@ -14,6 +14,7 @@ from benchmarks import common
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads.run import RequestsReassigned, StepCommitted
 from rolecall.core.rundir import RunDir
 
 RUN_MINUTES_MAX = 12.0
@@ -135,21 +136,21 @@ def from_journal(run: Path, incidents: Sequence[dict[str, Any]], config: dict[st
     (step, microbatch) pairs that entered the optimizer are those of a failure-free run."""
     journal = Journal(f"sqlite:///{run / 'journal.db'}", create=False)
     try:
-        moved = journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
-        committed = journal.events(kinds=[EventKind.STEP_COMMITTED])
+        moved = [(e.wall_at, e.as_(RequestsReassigned)) for e in journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])]
+        committed = [e.as_(StepCommitted) for e in journal.events(kinds=[EventKind.STEP_COMMITTED])]
     finally:
         journal.close()
     for incident in incidents:
         fault = incident.get("fault")
         if fault:
             left = [
-                e.wall_at - fault["injected_at"]
-                for e in moved
-                if (e.payload.from_replica, e.payload.from_incarnation) == (fault["target"], fault["incarnation"])
-                and e.wall_at >= fault["injected_at"]
+                at - fault["injected_at"]
+                for at, by in moved
+                if (by.from_replica, by.from_incarnation) == (fault["target"], fault["incarnation"])
+                and at >= fault["injected_at"]
             ]
             incident["requests_moved_seconds"] = round(min(left), 3) if left else None
-    entered = [name for e in committed for name in e.payload.microbatches]
+    entered = [name for step in committed for name in step.microbatches]
     per_step = int(config["algorithm"]["microbatches_per_step"])
-    wanted = {f"{step}.{i}" for step in range(len(committed)) for i in range(per_step)}
+    wanted = {f"{number}.{i}" for number in range(len(committed)) for i in range(per_step)}
     return {"microbatches_failure_free": set(entered) == wanted and len(entered) == len(wanted)}

@@ -19,7 +19,7 @@ from benchmarks.runtime.memory.cases import Case
 from benchmarks.runtime.memory.processes import ANSWER_SECONDS, engine_process, holder_process, running, trainer_process
 from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.core.rundir import RunDir
 

@@ -28,7 +28,7 @@ from rolecall.core.errors import JournalUnavailable, RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ChainHead, StepCommitted, WeightsAdmitted
+from rolecall.core.journal.payloads.run import ChainHead, StepCommitted, WeightsAdmitted
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.accounting.statistics import (

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
+from rolecall.core.ids import role_of
 from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS, severity, title
 from rolecall.dashboards.data.run_state import KIND_OF
@@ -138,7 +139,7 @@ def links(settings: Settings, material: IncidentPageInputs) -> tuple[tuple[str, 
     found = []
     if settings.grafana_url:
         query = {"from": f"{begin * 1000:.0f}", "to": f"{end * 1000:.0f}"}
-        query |= {"var-role": replica.partition("/")[0], "var-replica": replica} if replica else {}
+        query |= {"var-role": role_of(replica), "var-replica": replica} if replica else {}
         found.append(("Grafana", f"{settings.grafana_url.rstrip('/')}/d/{REPLICA_BOARD}?{urlencode(query)}"))
     if settings.logs_url:
         values = {"node": node, "replica": replica, "start": utc(begin, _ISO), "end": utc(end, _ISO)}

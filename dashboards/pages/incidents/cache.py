@@ -24,7 +24,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import RequestsReassigned
+from rolecall.core.journal.payloads.run import RequestsReassigned
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import view

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pandas
 import streamlit as st
 
-from rolecall.core.text import escape, seconds, utc
+from rolecall.core.text import escape, in_words, seconds, utc
 from rolecall.dashboards.data.incident_titles import Severity
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
@@ -92,7 +92,7 @@ def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dic
     options = [ANY, *offered, *([now] if now and now not in offered else [])]
 
     def called(option: str) -> str:
-        return "any" if option == ANY else (words or {}).get(option, option.replace("_", " "))
+        return "any" if option == ANY else (words or {}).get(option, in_words(option))
 
     return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=124))
 
@@ -224,8 +224,8 @@ def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> d
         "verified after finding": seconds(row.verified_seconds, ""),
         "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
         "suspect": row.who,
-        "fault": row.fault_class.replace("_", " "),
-        "action": row.action.replace("_", " "),
+        "fault": in_words(row.fault_class),
+        "action": in_words(row.action),
         "node": ", ".join(row.nodes[:3]),
         "review": row.review,
     }

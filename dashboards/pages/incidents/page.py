@@ -177,7 +177,7 @@ def _earlier(incident: Incident | None, earlier: Sequence[Incident], snapshot: J
         {
             "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
-            "fault": str(i.diagnosis.fault_class).replace("_", " "),
+            "fault": in_words(i.diagnosis.fault_class),
             "status": in_words(status_of(i, snapshot.mode, snapshot.at)),
             "diagnosis": plain(i.diagnosis.because, 300),
         }

@@ -16,13 +16,13 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads.run import StepCommitted
 from rolecall.core.membership import STANDBY_ROLES
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import MetricScope, MetricType
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, GpuSample, Phase, ProcessSample
-from rolecall.core.text import plain
+from rolecall.core.text import in_words, plain
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.panels.metrics import SECONDS_PER_UNIT, panel_metric
 
@@ -165,7 +165,7 @@ def _of_catalogue() -> dict[str, SignalSpec]:
         name = panel_metric(metric)
         if name and metric.subject is MetricScope.PROCESS and metric.source:
             made = _rate_of if metric.type is MetricType.COUNTER else _gauge_of
-            title = name.removeprefix("rolecall_").replace("_", " ")
+            title = in_words(name.removeprefix("rolecall_"))
             found[name] = made(name, title, _unit(name), metric.source, metric.name)
     return found
 

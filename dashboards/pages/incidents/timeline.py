@@ -10,7 +10,8 @@ from enum import StrEnum
 
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.recovery import (
     ActionDone,
     ActionStarted,
     DiagnosisReviewed,
@@ -18,10 +19,11 @@ from rolecall.core.journal.payloads import (
     IncidentOpened,
     IncidentUpdated,
     OncallPaged,
-    Payload,
     PlanBlocked,
     PlanCreated,
     PlanProposed,
+)
+from rolecall.core.journal.payloads.run import (
     ReplicaLost,
     ReplicaReady,
     ReplicaStarting,

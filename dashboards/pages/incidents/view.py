@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import Evidence, Suspect
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     EvidenceCollected,
     IncidentOpened,
     IncidentUpdated,
     OncallPaged,
     PlanBlocked,
     PlanExpired,
-    WeightsAdmitted,
-    WeightsRejected,
 )
+from rolecall.core.journal.payloads.run import WeightsAdmitted, WeightsRejected
 from rolecall.core.text import in_words, node_text, percent, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words

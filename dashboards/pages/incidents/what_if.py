@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import FAULTS, FaultClass, Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import IncidentOpened, PlanBlocked, PlanCreated
+from rolecall.core.journal.payloads.recovery import IncidentOpened, PlanBlocked, PlanCreated
 from rolecall.core.journal.store import canonical
 from rolecall.core.membership import is_standby
 from rolecall.core.text import in_words, percent, plain

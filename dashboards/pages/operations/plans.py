@@ -18,7 +18,9 @@ from rolecall.core.errors import JournalError
 from rolecall.core.ids import IncidentId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, PlanCreated, RunStarted
+from rolecall.core.journal.payloads.recovery import DiagnosisReviewed, LeaseAcquired, PlanCreated
+from rolecall.core.journal.payloads.run import RunStarted
+from rolecall.core.text import in_words
 from rolecall.dashboards.data.incident_titles import title
 from rolecall.dashboards.data.reader import Reader
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG, RayRuntime
@@ -209,7 +211,7 @@ def preview(
         found.append(
             DrainedReplica(
                 replica=f"{replica.replica}#{replica.desired_incarnation}",
-                action=str(plan.action).replace("_", " "),
+                action=in_words(plan.action),
                 because=plan.because,
                 guard=guarded.guard,
                 guard_because=guarded.because,

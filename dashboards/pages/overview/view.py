@@ -10,8 +10,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import ActionKind, Suspect
+from rolecall.core.ids import role_of
 from rolecall.core.journal.evaluations import EvaluationPoint
-from rolecall.core.journal.payloads import EvaluationFinished, OncallPaged
+from rolecall.core.journal.payloads.recovery import OncallPaged
+from rolecall.core.journal.payloads.run import EvaluationFinished
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import counted, in_words, percent, plain, seconds, utc
 from rolecall.dashboards.data.incident_titles import (
@@ -95,7 +97,7 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.at))
     for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
-        by_role.setdefault(row.replica.partition("/")[0], []).append(replace(row, state=state))
+        by_role.setdefault(role_of(row.replica), []).append(replace(row, state=state))
     order = {role: n for n, role in enumerate(ROLE_ORDER)}
     found = []
     for name in sorted(by_role, key=lambda r: (order.get(r, len(order)), r)):
@@ -440,7 +442,7 @@ def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     span = account.end - account.start
     ranked = sorted(account.lost.items(), key=lambda kv: -kv[1])
     rows = [
-        [role, fault.replace("_", " "), seconds(lost), percent(lost / span, 2)]
+        [role, in_words(fault), seconds(lost), percent(lost / span, 2)]
         for (role, fault), lost in ranked[:LOST_ROWS_MAX]
         if lost > 0
     ]

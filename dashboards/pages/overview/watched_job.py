@@ -10,6 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import pairwise
 
+from rolecall.core.ids import role_of
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.core.text import in_words, percent, plain, seconds
 from rolecall.dashboards.data.nodes import age
@@ -52,13 +53,9 @@ def rank_states(
     own: dict[str, list[float]] = {}
     for r in ranks:
         if r.own_seconds is not None and r.alive_at(now):
-            own.setdefault(_role(r), []).append(r.own_seconds)
+            own.setdefault(role_of(r.replica), []).append(r.own_seconds)
     ordered = {role: sorted(values) for role, values in own.items()}
-    return {r: _state(r, named, now, ordered.get(_role(r), ())) for r in ranks}
-
-
-def _role(rank: ObservedRank) -> str:
-    return rank.replica.partition("/")[0]
+    return {r: _state(r, named, now, ordered.get(role_of(r.replica), ())) for r in ranks}
 
 
 def _state(
@@ -114,15 +111,15 @@ def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
     now, ranks = snapshot.at, snapshot.observed
     states = rank_states(ranks, named_suspects(snapshot), now)
     ordered = sorted(ranks, key=lambda r: (KINDS.index(states[r].kind), replica_order(r.replica), r.rank, r.node))
-    longest = {_role(r): 0.0 for r in ranks}
+    longest = {role_of(r.replica): 0.0 for r in ranks}
     for r in ranks:
-        longest[_role(r)] = max(longest[_role(r)], r.own_seconds or 0.0)
+        longest[role_of(r.replica)] = max(longest[role_of(r.replica)], r.own_seconds or 0.0)
 
     def row(r: ObservedRank) -> list[Cell]:
         alive, phases = r.alive_at(now), [name for name, _ in r.phases]
         own: Cell = ""
         if r.own_seconds is not None:
-            own = Bar(r.own_seconds / (longest[_role(r)] or 1.0), brief(r.own_seconds), states[r].kind)
+            own = Bar(r.own_seconds / (longest[role_of(r.replica)] or 1.0), brief(r.own_seconds), states[r].kind)
         return [
             Mark(states[r].kind, states[r].word),
             plain(r.replica, 80),
@@ -160,7 +157,7 @@ def role_phases(snapshot: JournalSnapshot) -> tuple[RolePhases, ...]:
     by_role: dict[str, list[ObservedRank]] = {}
     for rank in snapshot.observed:
         if rank.phases and rank.alive_at(snapshot.at):
-            by_role.setdefault(_role(rank), []).append(rank)
+            by_role.setdefault(role_of(rank.replica), []).append(rank)
     found = []
     for role, ranks in sorted(by_role.items()):
         shares: dict[str, float] = {}

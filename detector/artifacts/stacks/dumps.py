@@ -26,7 +26,7 @@ from typing import Any
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.errors import UnreadableInput
-from rolecall.core.ids import NodeId
+from rolecall.core.ids import NodeId, role_of
 from rolecall.detector.base.read_budget import Check, head_of, no_check
 
 WORLD_SIZE_MAX = 200_000
@@ -198,7 +198,7 @@ class Topology:
         replica = self.replicas.get(rank, "") if rank is not None else ""
         if rank is not None:
             node = self.nodes.get(rank, node)
-        role = self.role or replica.partition("/")[0]
+        role = self.role or role_of(replica)
         return Suspect(node=NodeId(node), role=role, replica=replica, rank=rank, gpu=gpu)
 
 
@@ -388,7 +388,7 @@ def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
     if node := _text_of(answer.get("node")):
         place["node"] = node
     if replica := _text_of(answer.get("replica")):
-        place |= {"replica": replica, "role": replica.partition("/")[0]}
+        place |= {"replica": replica, "role": role_of(replica)}
     return place
 
 

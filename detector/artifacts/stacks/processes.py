@@ -18,7 +18,7 @@ from itertools import combinations, pairwise
 from pathlib import PurePath
 
 from rolecall.core.diagnosis import Suspect
-from rolecall.core.ids import NodeId
+from rolecall.core.ids import NodeId, role_of
 from rolecall.core.text import node_text
 from rolecall.detector.artifacts.stacks.dumps import WORLD_SIZE_MAX, StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
@@ -108,7 +108,7 @@ def _completed(dump: StackDump, topology: Topology | None, ranks_of_pids: Mappin
         rank=rank,
         replica=replica,
         node=dump.node or topology.nodes.get(rank, ""),
-        role=dump.role or topology.role or replica.partition("/")[0],
+        role=dump.role or topology.role or role_of(replica),
         axes=dump.axes or topology.axes(rank),
     )
 

@@ -1,5 +1,9 @@
 """Interface and input of a stage of the live detector.
 
+Folders beside this module hold the stages by what they look at: processes that end (`exits`), processes that stand
+still or are slow (`progress`), machines and agents (`nodes`), what the training computes (`numbers`), and evidence that
+comes from elsewhere (`evidence`).
+
 The engine runs the stages in a fixed order over each observation. Each adds findings and may rewrite those of earlier
 stages. A stage that finds why processes wait lists later stages that would accuse the waiting ones (`suppresses`): the
 engine drops their findings while the cause stands. Explanations between fault classes are declared by the class

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import EvaluationFinished, StepInterrupted
+from rolecall.core.journal.payloads.run import EvaluationFinished, StepInterrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

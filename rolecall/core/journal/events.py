@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from rolecall.core.journal.payloads import PAYLOADS, EventKind, Payload, PlanCreated, StepCommitted
+from rolecall.core.journal.payloads.contract import PAYLOADS, EventKind, Payload
+from rolecall.core.journal.payloads.recovery import PlanCreated
+from rolecall.core.journal.payloads.run import StepCommitted
 
 __all__ = ["Event", "EventKind"]
 

@@ -15,7 +15,8 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConcurrentWrite, JournalCorrupt, LeaseFenced
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import ChainHead, EpochAdvanced, Payload
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.run import ChainHead, EpochAdvanced
 from rolecall.core.journal.rows import DamagedLine, Row, actual_of, epoch_of, event_of, packed, unpacked
 from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash, chain_head
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS

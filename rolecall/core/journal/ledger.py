@@ -25,7 +25,7 @@ import sqlalchemy as sa
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import LedgerViolation
 from rolecall.core.ids import GroupId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.store import GENESIS, Store, chain_hash, chain_head
 from rolecall.core.journal.tables import LEDGER, LEDGER_GROUPS
 from rolecall.core.text import counted

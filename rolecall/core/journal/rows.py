@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import PAYLOADS
+from rolecall.core.journal.payloads.contract import PAYLOADS
 from rolecall.core.membership import Actual, Epoch, ReplicaState
 
 Row = Mapping[str, Any] | sa.RowMapping

@@ -19,7 +19,7 @@ from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, Prog
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 from rolecall.core.journal.database import redacted
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.tables import META, METADATA
 
 SCHEMA_VERSION = 1

@@ -25,7 +25,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.http import HttpFailed, request
-from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
+from rolecall.core.journal.payloads.recovery import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import node_text, plain
 from rolecall.detector.base.plain_pickle import UnsafePickle

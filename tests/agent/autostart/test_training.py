@@ -15,7 +15,15 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rolecall.agent.autostart.training import STEPS_WITHOUT_LEAD, Hook, TrainingWatch, is_rank
+from rolecall.agent.autostart.training import (
+    REST_SECONDS,
+    STEPS_WITHOUT_LEAD,
+    Hook,
+    TrainingWatch,
+    is_rank,
+    rank_in_group,
+    role_of_actor,
+)
 
 
 class Report:
@@ -29,10 +37,12 @@ class Report:
         self.loading: list[float] = []
         self.passes: list[int] = []
         self.exchanges = 0
+        self.identity: dict[str, int] = {}
+        self.counted: list[int] = []
 
-    def start(self, *, source: str) -> None:
-        assert source == "hooks"
-        self.started = True
+    def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
+        assert source == "hooks" and role is None
+        self.started, self.identity = True, identity
 
     def is_started(self) -> bool:
         return self.started
@@ -60,6 +70,9 @@ class Report:
     def begin_step(self, phase: str) -> None:
         self.enter_phase(phase)
 
+    def count_step(self, n: int) -> None:
+        self.counted.append(n)
+
     def count_collectives(self, issued: Callable[[], int]) -> None:
         assert issued() >= -1
 
@@ -78,9 +91,9 @@ class Clock:
 class Job:
     """A loop whose loading, forward and backward pass take as long as given."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, rest_seconds: float = 0.0) -> None:
         self.report, self.clock = report, Clock()
-        self.watch = TrainingWatch(report, torch, self.clock)
+        self.watch = TrainingWatch(report, torch, self.clock, rest_seconds=rest_seconds)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.seconds = 0.0
@@ -120,6 +133,17 @@ def job() -> Iterator[Job]:
     yield made
     handle.remove()
     assert not modules._global_forward_pre_hooks and not modules._global_forward_hooks, "the search has ended"
+
+
+@pytest.fixture
+def short() -> Iterator[Job]:
+    """A job with steps of 4 ms, of which not each is looked at."""
+    made = Job(Report(), rest_seconds=REST_SECONDS)
+    handle = register_optimizer_step_post_hook(made.watch.after_optimizer)
+    for _ in range(4):
+        made.step(forward=0.004)
+    yield made
+    handle.remove()
 
 
 def warm(job: Job) -> Report:
@@ -304,9 +328,36 @@ def test_other_threads_do_not_count(job: Job) -> None:
     assert report.phases == []
 
 
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is rank 3 of 4, by the default process group alone."""
+    world = SimpleNamespace(rank=lambda: 3, size=lambda: 4, _get_sequence_number_for_group=lambda: 0)
+    distributed = SimpleNamespace(GroupMember=SimpleNamespace(WORLD=world))
+    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", distributed)
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_rank_is_that_of_the_process_group(job: Job) -> None:
+    assert warm(job).identity == {"rank": 3, "world_size": 4}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["RANK", "ROLECALL_RANK", "SLURM_PROCID"])
+def test_a_rank_of_the_environment_counts(name: str) -> None:
+    assert rank_in_group({name: "1"}) == {}
+    assert rank_in_group({"LOCAL_RANK": "1", "NODE_RANK": "0"}) == {"rank": 3, "world_size": 4}
+
+
+def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
+    report = warm(job)
+    assert report.started and report.identity == {}
+
+
 def test_nothing_is_raised_into_the_job() -> None:
     class Broken(Report):
-        def start(self, *, source: str) -> None:
+        def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
             raise OSError("no space")
 
     job = Job(Broken())
@@ -344,3 +395,81 @@ def test_an_actor_of_ray_is_a_rank_if_it_is_told_which() -> None:
     assert is_rank({}) and is_rank({"RANK": "3"})
     assert not is_rank({"RAY_JOB_ID": "01000000"})
     assert is_rank({"RAY_JOB_ID": "01000000", "RANK": "0"})
+
+
+def test_an_actor_of_ray_may_be_told_after_torch_is_imported(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    monkeypatch.setenv("RANK", "1")  # torch has its hook already
+    assert warm(job).steps == [1, 2]
+
+
+def test_an_actor_of_ray_that_is_never_told_is_none(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_ID", "01000000")
+    for name in ("RANK", "ROLECALL_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert not warm(job).started
+
+
+@pytest.mark.parametrize(
+    ("title", "role"),
+    [
+        ("ray::CriticModelActor.fit", "critic"),
+        ("ray::MegatronValueWorker.train", "critic"),
+        ("ray::PolicyModelActor.fit", None),
+        ("python train_critic.py", None),
+    ],
+)
+def test_the_actor_of_a_critic_is_no_rank_of_the_trainer(title: str, role: str | None) -> None:
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "RANK": "0"}, title) == role
+    assert role_of_actor({"RANK": "0"}, title) is None
+    assert role_of_actor({"RAY_JOB_ID": "01000000", "ROLECALL_ROLE": "value"}, title) is None
+
+
+def test_of_short_steps_some_are_looked_at_and_all_are_counted(short: Job) -> None:
+    report = short.report
+    report.steps.clear()
+    report.counted.clear()
+    for _ in range(30):
+        short.step(forward=0.004)
+    assert sorted(report.steps + report.counted) == list(range(5, 35)), "each step once"
+    assert 5 <= len(report.steps) <= 11, "one of three, those that begin after the rest"
+    assert report.units[-1][0] == pytest.approx(0.004) and report.passes[-1] == 1, "a looked-at step is one unit"
+
+
+def test_a_long_step_after_a_short_one_is_looked_at(short: Job) -> None:
+    short.report.steps.clear()
+    for n in range(3):
+        short.step(loading=0.02, forward=0.1)
+        assert len(short.report.steps) == n + 1
+        assert short.report.units[-1][0] == pytest.approx(0.12)
+        assert short.report.loading[-1] == pytest.approx(0.02)
+
+
+def test_an_evaluation_between_steps_that_are_not_looked_at_is_no_loading(short: Job) -> None:
+    while short.report.counted[-1:] != [short.watch._num_steps]:
+        short.step(forward=0.001)
+    short.evaluate(1.0)
+    short.step(forward=0.004)
+    assert short.report.loading[-1] == 0.0
+
+
+def test_parameter_groups_of_steps_that_are_not_looked_at_are_no_steps(short: Job) -> None:
+    """DeepSpeed steps its optimizer once for each."""
+    before = short.watch._num_steps
+    for _ in range(10):
+        short.step(forward=0.001)
+        short.optimizer.step()
+    assert short.watch._num_steps == before + 10
+
+
+def test_a_failure_in_a_step_that_is_not_looked_at_ends_the_hooks(short: Job) -> None:
+    def fail(n: int) -> None:
+        raise OSError("the page is gone")
+
+    short.report.count_step = fail  # type: ignore[method-assign]
+    for _ in range(20):
+        short.step(forward=0.001)
+    assert not short.model._forward_hooks and not short.model._forward_pre_hooks
+    steps = list(short.report.steps)
+    short.step(forward=1.0)
+    assert short.report.steps == steps

@@ -14,7 +14,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.stages.engine import EngineProgress
+from rolecall.detector.live.stages.progress.engine import EngineProgress
 from tests.agent.page_server import PageServer, http_page
 
 NODE = NodeId("node-1")

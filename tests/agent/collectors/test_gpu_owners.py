@@ -28,7 +28,7 @@ def add(tmp_path: Path) -> Add:
     def it(pid: int, parent: int = 1, **environ: str) -> None:
         folder = tmp_path / str(pid)
         folder.mkdir(exist_ok=True)
-        (folder / "stat").write_text(f"{pid} (a) b) (c) S {parent} {pid} 0 0 -1 0")
+        (folder / "stat").write_text(f"{pid} (a) b) (c) S {parent} {'0 ' * 20}")
         (folder / "environ").write_bytes(b"".join(f"{k}={v}\0".encode() for k, v in environ.items()))
 
     return it

@@ -48,7 +48,7 @@ class Source:
 def source(tmp_path: Path) -> Source:
     for pid in (10, 11):
         (tmp_path / str(pid)).mkdir()
-        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) S 1 0 0")
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python) S 1 {'0 ' * 20}")
     return Source(tmp_path)
 
 

@@ -8,7 +8,7 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import PAYLOADS
+from rolecall.core.journal.payloads.contract import PAYLOADS
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, merged, of_run, samples
 from rolecall.dashboards.data.nodes import (

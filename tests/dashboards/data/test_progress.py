@@ -7,7 +7,8 @@ import pytest
 
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import RecoveryPaused, ReplicaStopped, RunEnded
+from rolecall.core.journal.payloads.recovery import RecoveryPaused
+from rolecall.core.journal.payloads.run import ReplicaStopped, RunEnded
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import (
     BUCKETS_MAX,

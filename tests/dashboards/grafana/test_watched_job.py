@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rolecall.agent.collectors.process.discovery import DEFAULTS
 from rolecall.core.rundir import registration_secret
 from rolecall.dashboards.grafana.boards.replicas import KERNEL_STATES
 from rolecall.dashboards.grafana.boards.watched import GONE, rank_state
@@ -41,6 +43,15 @@ for n in itertools.count():
 """
 UNINSTRUMENTED = "while True: sum(range(10_000))"
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+OURS = "GRAFANA_TEST_JOB"
+
+
+def _ours_only(name: str) -> dict[str, Any]:
+    """Rules that find the ranks of torchrun of one job: others may run on this machine."""
+    (rule,) = [r for r in DEFAULTS if r["name"] == "torchrun"]
+    return {"defaults": False, "rules": [{**rule, "environ": {**rule["environ"], OURS: f"^{name}$"}}]}
+
+
 RUN = "my-job"
 EXPLAINED = {
     d["uid"]: {p["title"] for p in all_panels(d) if p["fieldConfig"]["defaults"].get("noValue")}
@@ -70,10 +81,10 @@ def _free_address() -> str:
 def _watched_job(folder: Path) -> Iterator[tuple[FullNode, subprocess.Popen[bytes], subprocess.Popen[bytes], str]]:
     """(its node, the instrumented process, the other one, address of the watch's metrics)."""
     with ExitStack() as stack:
-        node = stack.enter_context(full_node(folder))
+        node = stack.enter_context(full_node(folder, jobs={"rules": _ours_only(folder.name)}))
         secret = registration_secret(TOKEN, "trainer/0", 0, 1)
         instrumented = stack.enter_context(_process("-c", INSTRUMENTED, str(node.data), secret))
-        other = stack.enter_context(_process("-S", "-c", UNINSTRUMENTED, **TORCHRUN))
+        other = stack.enter_context(_process("-S", "-c", UNINSTRUMENTED, **TORCHRUN, **{OURS: folder.name}))
         node.machine.set({"processes": f"{instrumented.pid}:{60 << 30}"}, 0)
         metrics = _free_address()
         watch = ("-m", "rolecall", "watch", "agents", node.url, "--id", RUN, "--metrics", metrics)

@@ -1,7 +1,7 @@
 """The dashboard in a real Chromium: every page in light, dark and on a phone; hostile text; an operator who acts.
 
-Two dashboards are served, of a run that is over and of one whose plan waits for an operator, and one browser looks at
-both.
+Two dashboards are served, of a run that is over (with other runs in its folder) and of one whose plan waits for an
+operator, and one browser looks at both.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,6 +79,11 @@ def chromium() -> Iterator[Browser]:
 def finished(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunDir, str]]:
     folder = tmp_path_factory.mktemp("finished")
     run = FakeRun(folder / "runs").build()
+    one, other = MadeRun(folder / "runs", run_id="one"), MadeRun(folder / "runs", run_id="other", num_steps=3)
+    other.open(name="i-9")
+    for made in (one, other):
+        made.journal.close()
+    observed_job(folder / "runs")
     with served(folder, [str(run.path)]) as address:
         yield run, address
 
@@ -307,13 +312,8 @@ def test_captions_are_read_easily(chromium: Browser, finished: tuple[RunDir, str
             assert ink == ("rgb(85, 97, 111)" if look == "light" else "rgb(163, 175, 187)") and opacity == "1"
 
 
-def test_a_job_that_is_only_watched_is_there_without_dashes(
-    chromium: Browser, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("watched")
-    what = observed_job(folder)
-    assert what.run is not None
-    with served(folder, [str(what.run.path)]) as address, at(chromium, address, "/", "Last events") as shot:
+def test_a_job_that_is_only_watched_is_there_without_dashes(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    with at(chromium, finished[1], f"/?run={WATCHED_JOB}", "Last events") as shot:
         card = shot.page.locator("article.rc-card")
         assert "trainer/0 rank 1 hung in step 53" in card.inner_text() and "rolecall would replace" in card.inner_text()
         assert "logged; no notification channel configured" in card.inner_text()
@@ -335,34 +335,30 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
         shot.page.get_by_text("1 incident", exact=True).wait_for()
 
 
+WATCHED_JOB = "torchrun-job"
 FIGURES = {"ranks", "nodes", "last progress", "last sample", "step of the job", "step", "reward", "ETTR", "rollouts"}
 """Tiles of a watched job, and some that it has no data for."""
 
 
-def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("two")
-    one, other = MadeRun(folder, run_id="one"), MadeRun(folder, run_id="other", num_steps=3)
-    other.open(name="i-9")
-    for made in (one, other):
-        made.journal.close()
-    with served(folder, [str(one.run.path)]) as address:
-        with at(chromium, address, "/", "30") as shot:
-            assert "one" in shot.page.get_by_role("combobox", name="Run").input_value()
-        with at(chromium, address, "/?run=other", "of 120") as shot:
-            shot.page.wait_for_function("() => document.title.includes('other')")
-            assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
-            shot.page.get_by_test_id("stSidebar").get_by_role("link", name="Fleet").click()
-            shot.page.wait_for_url("**/fleet?run=other")
-            shot.open("/fleet?run=other")  # what a reload or a copied address shows
-            shot.page.wait_for_function("() => document.title.includes('other')")
-        with at(chromium, address, "/?run=nosuch", "No run nosuch in") as shot:
-            assert "Replicas" not in shot.text()
-            shot.page.get_by_role("link", name="other").click()
-            shot.page.get_by_text("of 120").first.wait_for()
-        with at(chromium, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
-            shot.page.get_by_role("button", name="Search 1 other run").click()
-            shot.page.get_by_role("link", name="other").click()
-            shot.page.get_by_text("Copy as Markdown").wait_for()
+def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    run, address = finished
+    with at(chromium, address, "/", "Lost time") as shot:
+        assert run.path.name in shot.page.get_by_role("combobox", name="Run").input_value()
+    with at(chromium, address, "/?run=other", "of 120") as shot:
+        shot.page.wait_for_function("() => document.title.includes('other')")
+        assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
+        shot.page.get_by_test_id("stSidebar").get_by_role("link", name="Fleet").click()
+        shot.page.wait_for_url("**/fleet?run=other")
+        shot.open("/fleet?run=other")  # what a reload or a copied address shows
+        shot.page.wait_for_function("() => document.title.includes('other')")
+    with at(chromium, address, "/?run=nosuch", "No run nosuch in") as shot:
+        assert "Replicas" not in shot.text()
+        shot.page.get_by_role("link", name="other").click()
+        shot.page.get_by_text("of 120").first.wait_for()
+    with at(chromium, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
+        shot.page.get_by_role("button", name="Search 3 other runs").click()
+        shot.page.get_by_role("link", name="other").click()
+        shot.page.get_by_text("Copy as Markdown").wait_for()
 
 
 def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -13,7 +13,7 @@ import pytest
 from rolecall.core.clock import SystemClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import PlanCreated
+from rolecall.core.journal.payloads.recovery import PlanCreated
 from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards.pages.incidents.cache import from_prometheus
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read

@@ -10,7 +10,7 @@ import pytest
 from rolecall.core.clock import FakeClock
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import RequestsReassigned
+from rolecall.core.journal.payloads.run import RequestsReassigned
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.cache import cost
 from rolecall.dashboards.pages.incidents.charts import incident_charts

@@ -14,7 +14,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings

@@ -64,15 +64,6 @@ def test_a_port_that_is_taken(made: MadeRun, capsys: pytest.CaptureFixture[str])
         assert f"--port: {port} is in use" in refused(capsys, "made", "--runs", str(made.root), "--port", port)
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("10.0.0.1", False),
-     ("::", False), ("node-1", False), ("", False)],
-)  # fmt: skip
-def test_what_is_loopback(host: str, expected: bool) -> None:
-    assert serving.is_loopback(host) is expected
-
-
 class Served:
     """A dashboard in a process of its own."""
 

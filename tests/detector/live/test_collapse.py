@@ -23,7 +23,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.stages.collapse import (
+from rolecall.detector.live.stages.numbers.collapse import (
     QUIET_STEPS,
     STEPS_KEPT,
     TrainingHistory,

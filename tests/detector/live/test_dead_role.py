@@ -8,8 +8,8 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import NO_PAGE, AgentEventKind, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import UNCOUNTED_GONE_SECONDS
-from rolecall.detector.live.stages.dead_role import SETTLE_SECONDS
-from rolecall.detector.live.stages.uninstrumented import ENDED_SECONDS
+from rolecall.detector.live.stages.exits.dead_role import SETTLE_SECONDS
+from rolecall.detector.live.stages.exits.uninstrumented import ENDED_SECONDS
 from tests.detector.live.test_uninstrumented import ASKED, ERROR, KILLED, Job
 from tests.detector.live.torchrun_job import Rank, TorchrunJob
 

@@ -11,8 +11,8 @@ from rolecall.detector.base.findings import FULL_DISK
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import ReceivedException
-from rolecall.detector.live.stages.crash import blames_code
-from rolecall.detector.live.stages.full_disk import DISKS_MAX, GATHER_SECONDS, RECORD_SECONDS, SILENT_SECONDS
+from rolecall.detector.live.stages.exits.crash import blames_code
+from rolecall.detector.live.stages.nodes.full_disk import DISKS_MAX, GATHER_SECONDS, RECORD_SECONDS, SILENT_SECONDS
 from rolecall.testing.synthetic_run import FakeFleet
 
 FULL, FREE, STARTED = AgentEventKind.DISK_FULL, AgentEventKind.DISK_FREE, AgentEventKind.AGENT_STARTED

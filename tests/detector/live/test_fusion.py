@@ -9,7 +9,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.detector.base.findings import GAIN, OF_GPU, PANEL
 from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis
-from rolecall.detector.live.stages.panels import unexplained
+from rolecall.detector.live.stages.evidence.panels import unexplained
 
 F = FaultClass
 SIZES = {"rollout": 3, "trainer": 2}

@@ -28,6 +28,7 @@ from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.agents import AgentsSource
+from tests.support import some
 
 NODE = NodeId("node-1")
 CLOCK = "rolecall_gpu_sm_clock_hertz"
@@ -206,11 +207,12 @@ def watched(observations: Iterator[Observation]) -> tuple[list[Finding], dict[st
     return said, diagnoses
 
 
-HOT_AT = 900.0
+HOT_AT = 560.0
+"""After the detector's youth."""
 
 
 def test_a_gpu_that_throttles_names_its_replica_and_itself_while_all_keep_step() -> None:
-    observations = list(Training(hot_from=HOT_AT).observations(1200))
+    observations = list(Training(hot_from=HOT_AT).observations(700))
     said, diagnoses = watched(iter(observations))
     (finding,) = said
     ((key, diagnosis),) = diagnoses.items()
@@ -226,7 +228,7 @@ def test_a_gpu_that_throttles_names_its_replica_and_itself_while_all_keep_step()
     assert watched(iter(again)) == (said, diagnoses), "what was stored says the same"
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", some([(1,), (2,)], [(1,)]))
 def test_healthy_gpus_give_no_finding(seed: int) -> None:
     assert watched(Training(seed=seed).observations(1800)) == ([], {})
 

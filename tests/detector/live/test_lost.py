@@ -11,7 +11,7 @@ from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import MonitoredProcesses
-from rolecall.detector.live.stages import agent_lost as lost
+from rolecall.detector.live.stages.nodes import agent_lost as lost
 from rolecall.testing.synthetic_run import FakeFleet
 
 

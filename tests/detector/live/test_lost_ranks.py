@@ -7,7 +7,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.fusion import to_diagnosis
-from rolecall.detector.live.stages.crash import NUM_NAMED_MAX, exit_values, folded
+from rolecall.detector.live.stages.exits.crash import NUM_NAMED_MAX, exit_values, folded
 
 T = 1_000_000.0
 

@@ -7,7 +7,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, NcclRasStage
+from rolecall.detector.live.stages.evidence.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, NcclRasStage
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)

@@ -13,7 +13,7 @@ from rolecall.core.telemetry import AgentEvent, AgentEventKind, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.stages.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.nodes.node_faults import NodeFaultsStage
 from rolecall.formats.node_faults import FAULTS_MAX, FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 

@@ -12,7 +12,7 @@ from rolecall.core.ids import NodeId
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.processes import MonitoredProcesses
-from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.evidence.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.stage import Tick
 from tests.detector.scenario import Scenario
 

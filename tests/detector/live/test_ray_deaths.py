@@ -3,8 +3,8 @@
 import pytest
 
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.detector.live.stages.ray_deaths import WORD_SECONDS
-from rolecall.detector.live.stages.uninstrumented import ENDED_SECONDS
+from rolecall.detector.live.stages.exits.ray_deaths import WORD_SECONDS
+from rolecall.detector.live.stages.exits.uninstrumented import ENDED_SECONDS
 from tests.detector.live.test_uninstrumented import Job
 
 KILLED = {"signal": "9", "cause": "killed", "ray": "worker"}

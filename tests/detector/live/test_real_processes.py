@@ -18,7 +18,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.rundir import registration_secret
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of tests"
 UNIT_SECONDS = 0.01
@@ -35,6 +35,7 @@ class Run:
         options = ["--node", "node-1", "--data-dir", str(self.node_dir), "--token-file", str(folder / "token")]
         self.agent = subprocess.Popen([*python, *options])
         self.workers: dict[str, subprocess.Popen[str]] = {}
+        self.incarnations: dict[str, int] = {}
         eventually((self.node_dir / "agent.json").exists, "the agent says where it listens")
         for i in range(3):
             self.start(f"rollout/{i}")
@@ -46,10 +47,12 @@ class Run:
     def agents(self) -> dict[str, str]:
         return {"node-1": json.loads((self.node_dir / "agent.json").read_text())["url"]}
 
-    def start(self, replica: str) -> None:
-        secret = registration_secret(TOKEN, replica, 0, 1)
+    def start(self, replica: str, incarnation: int = 1) -> None:
+        self.incarnations[replica] = incarnation
+        secret = registration_secret(TOKEN, replica, 0, incarnation)
         script = Path(__file__).parents[1] / "worker.py"
-        arguments = [sys.executable, str(script), replica, str(self.node_dir), secret, str(UNIT_SECONDS)]
+        arguments = [sys.executable, str(script), replica, str(incarnation), str(self.node_dir), secret]
+        arguments.append(str(UNIT_SECONDS))
         self.workers[replica] = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
         )
@@ -68,15 +71,23 @@ class Run:
 
     def learn(self, units: int = LEARN_UNITS) -> None:
         """Watches until all have worked for a while."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 2 * PATIENCE_SECONDS
         while not all(self.units(r) > units for r in self.workers):
             assert time.monotonic() < deadline, "the workers do not work"
             self.watch(1.0)
             assert not self.reported, self.reported
 
     def units(self, replica: str) -> int:
-        words = self.detector.progressing(replica, 1)[1].split("has finished ")
+        words = self.detector.progressing(replica, self.incarnations[replica])[1].split("has finished ")
         return int(words[1].split()[0]) if len(words) > 1 else 0
+
+    def give_up(self, replica: str) -> None:
+        """Ends it, as a replacement does."""
+        self.detector.forget(replica, self.incarnations[replica] + 1)
+        self.workers[replica].kill()
+        self.workers[replica].communicate(timeout=10)
+        self.watch(1.0)
+        assert not self.reported, "the end of one that was given up is wanted"
 
     def close(self) -> None:
         self.source.close()
@@ -114,35 +125,46 @@ HANGS = {"stopped": "process stopped", "lock": "a lock or a read", "gil": "a bus
 
 
 @pytest.mark.slow
-def test_hangs_are_reported(run: Run) -> None:
-    """One after the other, each in another worker: a hang needs no peers."""
+def test_a_slow_one_and_then_hangs_are_reported(run: Run) -> None:
+    """One after the other, in one run: what costs time is to learn. A slow one needs peers, hangs need none."""
     run.learn()
+    begun = time.monotonic()
+    run.hurt("rollout/1", "delay")
+    run.watch(90.0)
+    assert list(run.reported) == ["slow:rollout/1#1"], run.reported
+    assert run.reported.pop("slow:rollout/1#1")[0] > begun
+    run.give_up("rollout/1")
+    run.start("rollout/1", incarnation=2)
+    run.learn(units=20)  # deadlines are those of the role
     for replica, (how, kind) in zip(run.workers, HANGS.items(), strict=True):
+        incarnation = run.incarnations[replica]
         begun = time.monotonic()
         if how == "stopped":
             os.kill(run.workers[replica].pid, signal.SIGSTOP)
         else:
             run.hurt(replica, how)
         run.watch(30.0)
-        assert list(run.reported) == [f"hang:{replica}#1"], (how, run.reported)
-        at, diagnosis = run.reported.pop(f"hang:{replica}#1")
+        assert list(run.reported) == [f"hang:{replica}#{incarnation}"], (how, run.reported)
+        at, diagnosis = run.reported.pop(f"hang:{replica}#{incarnation}")
         assert at > begun and kind in diagnosis.because
-        run.detector.forget(replica, 2)
-        run.workers[replica].kill()
-        run.watch(1.0)
-        assert not run.reported, "the end of one that was given up is wanted"
+        run.give_up(replica)
+
+
+STANDBY_SECONDS = 5.0
 
 
 @pytest.mark.slow
 def test_a_standby_that_is_stopped_is_reported(run: Run) -> None:
     """It waits and has done no work. Its deadline is 30 s, shortened here by that of a start."""
-    run.detector = LiveDetector(DetectorConfig(mask_proc_state=True, first_unit_seconds=10.0), {"rollout": 3})
+    run.detector = LiveDetector(
+        DetectorConfig(mask_proc_state=True, first_unit_seconds=STANDBY_SECONDS), {"rollout": 3}
+    )
     run.start("standby/0")
     deadline = time.monotonic() + 60
     while not run.detector.waits("standby/0", 1):
         assert time.monotonic() < deadline, "the standby does not wait"
         run.watch(0.5)
-    run.watch(12.0)
+    run.watch(1.2 * STANDBY_SECONDS)
     assert not run.reported, "it waits, and sends heartbeats"
     os.kill(run.workers["standby/0"].pid, signal.SIGSTOP)
     run.watch(60.0)
@@ -150,16 +172,12 @@ def test_a_standby_that_is_stopped_is_reported(run: Run) -> None:
     assert "no heartbeat in wait" in run.reported["hang:standby/0#1"][1].because
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["duty_cycle", "delay"])
-def test_a_slow_one_is_reported(run: Run, how: str) -> None:
+@pytest.mark.long  # detection is that of a delay, which every run of the tests has
+def test_one_that_is_stopped_again_and_again_is_reported_as_slow(run: Run) -> None:
     run.learn()
     begun = time.monotonic()
     over = threading.Event()
-    if how == "duty_cycle":
-        threading.Thread(target=duty_cycle, args=(run.workers["rollout/1"].pid, over), daemon=True).start()
-    else:
-        run.hurt("rollout/1", "delay")
+    threading.Thread(target=duty_cycle, args=(run.workers["rollout/1"].pid, over), daemon=True).start()
     run.watch(90.0)
     over.set()
     assert list(run.reported) == ["slow:rollout/1#1"], run.reported

@@ -19,8 +19,8 @@ from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, suspect
 from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
-from rolecall.detector.live.stages import panels
-from rolecall.detector.live.stages.panels import PanelsStage
+from rolecall.detector.live.stages.evidence import panels
+from rolecall.detector.live.stages.evidence.panels import PanelsStage
 from rolecall.detector.live.stages.stage import Tick
 from rolecall.detector.panels.metrics import panel_metric, process_reading
 from rolecall.detector.panels.panel import Floats, PanelShape

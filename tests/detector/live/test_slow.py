@@ -13,8 +13,8 @@ from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses
-from rolecall.detector.live.stages import slow
-from rolecall.detector.live.stages.slow import SIGMA_PRIOR, SlowState
+from rolecall.detector.live.stages.progress import slow
+from rolecall.detector.live.stages.progress.slow import SIGMA_PRIOR, SlowState
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 DRIFT = math.log(2) / 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import ProcessIndex
-from rolecall.detector.live.stages.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
+from rolecall.detector.live.stages.progress.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
 
 NUM = 6
 STEPS = st.lists(

@@ -10,7 +10,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import VANISHED_SECONDS, LiveDetector
-from rolecall.detector.live.stages.uninstrumented import (
+from rolecall.detector.live.stages.exits.uninstrumented import (
     ENDED_SECONDS,
     GATHER_SECONDS,
     STARVED_SECONDS,

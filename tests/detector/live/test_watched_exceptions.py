@@ -5,8 +5,8 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.processes import ReceivedException
-from rolecall.detector.live.stages.crash import blames_code, is_consequence
-from tests.detector.live.torchrun_job import GLOO_CLOSED, NODE, job
+from rolecall.detector.live.stages.exits.crash import blames_code, is_consequence
+from tests.detector.live.torchrun_job import GLOO_CLOSED, NODE, TorchrunJob, job
 
 
 def test_the_first_exception_is_the_fault_and_lost_connections_are_not() -> None:
@@ -88,3 +88,71 @@ def test_which_exceptions_blame_the_code(kind: str, message: str, consequence: b
     )
     assert is_consequence(event) is consequence
     assert blames_code(ReceivedException(event, 0.0, 0)) is code
+
+
+def uncaught(it: TorchrunJob, rank: int) -> None:
+    r = it.ranks[rank]
+    it.event(
+        AgentEventKind.EXCEPTION, r, type="ValueError", message="bad sample", where="train.py:13 <module>",
+        fingerprint="f1", step=str(r.step), uncaught="1",
+    )  # fmt: skip
+
+
+def test_an_exception_that_nothing_caught_is_named_before_its_process_has_ended() -> None:
+    it = job()
+    it.ranks[1].waits = True
+    uncaught(it, 1)
+    assert it.run(0.5) == [], "its peers may raise the same"
+    (found,) = it.run(2.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
+    assert "its process ends in step " in found.because
+    assert "nothing caught: ValueError: bad sample at train.py:13" in found.because
+    it.exits(it.ranks[1], code="1")
+    for n in (0, 2, 3):
+        it.raises(it.ranks[n], "RuntimeError", GLOO_CLOSED, "f2")
+        it.exits(it.ranks[n], code="1")
+    assert it.run(8.0) == [found], "its exit is the same fault, and those of its peers follow from it"
+
+
+def test_peers_that_fail_while_it_ends_are_not_named() -> None:
+    it = job()
+    it.ranks[1].waits = True
+    uncaught(it, 1)
+    it.run(0.5)
+    for n in (0, 2, 3):
+        it.raises(it.ranks[n], "RuntimeError", GLOO_CLOSED, "f2")
+        it.exits(it.ranks[n], code="1")
+    for _ in range(16):
+        assert all([s.rank for s in d.suspects] == [1] for d in it.run(0.5)), "its interpreter never ends"
+    assert len(it.standing) == 1
+
+
+def test_an_exception_that_the_job_catches_is_no_crash() -> None:
+    it = job()
+    it.raises(it.ranks[1], "ValueError", "bad sample", "f1")
+    assert it.run(8.0) == []
+
+
+def test_a_process_whose_work_goes_on_has_not_ended() -> None:
+    it = job()
+    uncaught(it, 1)
+    assert it.run(8.0) == [], "another thread trains"
+
+
+def test_an_uncaught_exception_that_tells_of_a_lost_peer_waits_for_the_exit() -> None:
+    it = job()
+    it.ranks[0].waits = True
+    it.event(
+        AgentEventKind.EXCEPTION, it.ranks[0], type="RuntimeError", message=GLOO_CLOSED, where="train.py:13 <module>",
+        fingerprint="f2", step=str(it.ranks[0].step), uncaught="1",
+    )  # fmt: skip
+    assert it.run(3.0) == []
+
+
+def test_an_uncaught_exception_on_all_ranks_is_user_code() -> None:
+    it = job()
+    for r in it.ranks:
+        r.waits = True
+        uncaught(it, r.rank)
+    (found,) = it.run(3.0)
+    assert found.fault_class is FaultClass.USER_CODE

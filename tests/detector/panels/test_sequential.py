@@ -178,7 +178,7 @@ def verdicts_in_plain_order() -> list[tuple[float, list[str]]]:
     return [(f.detected_at, nodes([f])) for f in findings(Sequential(), shifted(noise(ticks=620), 3, 6.0))]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)  # beside the tests of its parts (test_peer_place.py, test_whitening.py)
 @given(order=st.permutations(range(8)), power=st.integers(-6, 6))
 def test_neither_order_nor_units_change_the_verdict(order: list[int], power: int) -> None:
     panel = shifted(noise(ticks=620), 3, 6.0)
@@ -289,7 +289,7 @@ def test_a_shape_says_what_it_is() -> None:
     assert shape.name == "job a, role rollout, phase generate"
 
 
-def wild(seed: int, *, machines: int = 8, ticks: int = 1500) -> Panel:
+def wild(seed: int, *, machines: int = 8, ticks: int = 1300) -> Panel:
     """Autocorrelated metrics with heavy tails: lone outliers that fade over half a minute."""
     panel = noise(machines=machines, ticks=ticks)
     rng = np.random.default_rng(seed)
@@ -301,12 +301,14 @@ def wild(seed: int, *, machines: int = 8, ticks: int = 1500) -> Panel:
 
 @pytest.mark.parametrize(("seeds", "named_max"), some([(range(1), 0), (range(4), 1)], [(range(1), 0)]))
 def test_outliers_that_fade_are_no_faults_and_a_step_among_them_is(seeds: range, named_max: int) -> None:
-    reported = [nodes(findings(Sequential(), wild(seed))) for seed in seeds]
-    assert sum(map(len, reported)) <= named_max, reported
-    panel = wild(9)
-    found = findings(Sequential(), shifted(panel, 6, -60.0, since=1200))
-    assert nodes(found)[-1:] == ["n006"] and 0 <= found[-1].detected_at - panel.at[1200] <= 30
-    assert "m1" in found[-1].evidence[0].text and "below" in found[-1].evidence[0].text
+    early: list[Finding] = []
+    for seed in seeds:
+        panel = wild(seed)
+        found = findings(Sequential(), shifted(panel, 6, -60.0, since=1200))
+        early += [f for f in found if f.detected_at < panel.at[1200]]
+        assert nodes(found)[-1:] == ["n006"] and 0 <= found[-1].detected_at - panel.at[1200] <= 30
+        assert "m1" in found[-1].evidence[0].text and "below" in found[-1].evidence[0].text
+    assert len(early) <= named_max, early
 
 
 def test_a_machine_that_follows_the_fleet_a_little_less_is_no_fault() -> None:
@@ -381,14 +383,14 @@ def test_a_wild_first_sample_blinds_no_one() -> None:
 
 
 def test_nothing_is_forgotten_while_nothing_is_sampled() -> None:
-    panel = noise(ticks=2700)
-    panel.values[:, 600:2400] = np.nan
+    panel = noise(ticks=1600)
+    panel.values[:, 600:1500] = np.nan
     tracker = Sequential().track(panel.shape)
     assert isinstance(tracker, SequentialTracker)
     learned = []
     for t, (at, values) in enumerate(panel.ticks()):
         assert tracker.tick(at, values) == []
-        if t in (600, 2399):
+        if t in (600, 1499):
             model, following = tracker.shifts.whitening, tracker.shifts.following
             of_model = (model.covariances, model.history, model.fades, model.unit_size)
             learned.append([x.copy() for x in (*of_model, following.away_square, following.habit, following.size)])

@@ -1,19 +1,14 @@
 """TRL's GRPO with a random model, the callback, an agent and a watch: examples/trl/train.py, as the how-to runs it."""
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from rolecall.agent.processes.state_pages import PageReader
-from tests.docs.test_first_minutes import NETWORK, like_a_clone
+from tests.integrations.shell import Shell
 from tests.support import eventually
 
 pytest.importorskip("trl")
@@ -24,54 +19,10 @@ SECONDS = 240.0
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator["Shell"]:
-    if subprocess.run([*NETWORK, "true"], check=False, capture_output=True, timeout=30).returncode:
-        pytest.skip("no network namespaces here")
-    it = Shell(tmp_path)
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    it = Shell(tmp_path, {"HF_HUB_OFFLINE": "1"})
     yield it
     it.close()
-
-
-class Shell:
-    """A shell in a folder that looks like a clone, in a network of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        environ = {**like_a_clone(folder), "HF_HUB_OFFLINE": "1"}
-        (folder / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-        (folder / "bin" / "python").chmod(0o755)
-        self._shell = subprocess.Popen(
-            [*NETWORK, "bash"], cwd=folder, env=environ, stdin=subprocess.PIPE, text=True, start_new_session=True
-        )
-
-    def start(self, command: str, log: str) -> None:
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(f"{command} > {log} 2>&1 &\n")
-        self._shell.stdin.flush()
-
-    def read(self, log: str) -> str:
-        path = self.folder / log
-        return path.read_text() if path.exists() else ""
-
-    def page(self) -> Any:
-        """The state page of the training process; None before it registered."""
-        for event in map(json.loads, self.read("agent/events.jsonl").splitlines()):
-            if event["kind"] == "registered" and event["replica"] == "trainer/0":
-                with suppress(OSError, ValueError):
-                    [path] = (self.folder / "agent" / "pages").glob(f"{event['process']['pid']}-*.page")
-                    reader = PageReader(path)
-                    try:
-                        return reader.read()
-                    finally:
-                        reader.close()
-        return None
-
-    def close(self) -> None:
-        for process in psutil.Process(self._shell.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._shell.kill()
-        self._shell.communicate()
 
 
 def test_steps_phases_and_rewards_are_seen_and_a_reward_function_that_hangs_is_named(shell: Shell) -> None:

@@ -14,7 +14,7 @@ from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import CallEnded, CallStarted
+from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply

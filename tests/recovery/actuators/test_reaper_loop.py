@@ -8,7 +8,7 @@ from rolecall.core.config.actuators import ReaperConfig
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import CallStarted
+from rolecall.core.journal.payloads.recovery import CallStarted
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.targets.reaper import Reaper

@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import EvidenceCollected
+from rolecall.core.journal.payloads.recovery import EvidenceCollected
 from rolecall.recovery import isolation
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.recovery.isolation import EvidenceRecorder

@@ -13,7 +13,7 @@ from rolecall.core.errors import InvalidTransition
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads import (
+from rolecall.core.journal.payloads.recovery import (
     ActionFailed,
     ActionStarted,
     IncidentClosed,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.ids import process_start_ticks
+from rolecall.core.proc_stat import read_stat
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
     environment_of,
     find_processes,
     is_alive,
     kill_process,
-    read_stat,
     record_process,
     run_environment,
     stop_run,
@@ -70,7 +70,7 @@ def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
     os.kill(sleeper.pid, signal.SIGKILL)
     eventually(lambda: not is_alive(sleeper.pid, started), "the killed process to be seen dead, unreaped")
     seen = read_stat(sleeper.pid)
-    assert seen is not None and seen[0] == "Z"
+    assert seen is not None and seen.state == "Z"
     assert kill_process(sleeper.pid, started) is False
 
 
@@ -109,7 +109,7 @@ def test_everything_of_a_run_is_found_and_ended(tmp_path: Path, sleeper: subproc
             -signal.SIGTERM,
             -signal.SIGKILL,
         ]
-        assert read_stat(grandchild) is None or read_stat(grandchild)[0] == "Z"  # type: ignore[index]
+        assert (stat := read_stat(grandchild)) is None or stat.has_ended
         assert foreign.poll() is None, "a process of another run was hit"
         assert stop_run(run) == []
     finally:

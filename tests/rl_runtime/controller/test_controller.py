@@ -387,20 +387,6 @@ def test_while_hold_is_set_training_continues(tmp_path: Path) -> None:
     assert done is not None and '"outcome": "completed"' in done
 
 
-def test_the_state_has_the_last_decision_and_its_reason(tmp_path: Path) -> None:
-    seen: set[str] = set()
-
-    async def script(w: World) -> None:
-        while True:
-            if w.controllers:
-                seen.add(w.controllers[-1].state.last_decision)
-            await asyncio.sleep(0.005)
-
-    world(tmp_path, script=script).run().check()
-    assert any(s.startswith("train: step 3 is assigned") for s in seen)
-    assert any(s.startswith("form: ") and s.endswith("of 8 groups are ready") for s in seen)
-
-
 def test_a_trainer_with_a_non_finite_microbatch_that_stops_answering_blocks_no_other(tmp_path: Path) -> None:
     """The others name it; its own answer comes too late."""
 

@@ -14,7 +14,8 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import Ledger
-from rolecall.core.journal.payloads import EvaluationFinished, Payload, StepInterrupted
+from rolecall.core.journal.payloads.contract import Payload
+from rolecall.core.journal.payloads.run import EvaluationFinished, StepInterrupted
 from rolecall.rl_runtime.controller.controller import STOP_FLAG
 from rolecall.rl_runtime.controller.evaluation import (
     LATE,

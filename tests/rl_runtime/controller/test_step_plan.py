@@ -10,7 +10,7 @@ import pytest
 from rolecall.core.config.job import RunMode
 from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, NonFiniteValue, PeerLost
 from rolecall.core.ids import GroupId, NodeId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.step_plan import (
     PATIENCE_SECONDS,

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.ids import process_start_ticks
+from rolecall.core.proc_stat import read_stat
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_group
 from rolecall.rl_runtime.faults.guardian import guarded
 from rolecall.rl_runtime.faults.process_side import request_path
-from rolecall.rl_runtime.processes import is_alive, read_stat, run_environment
+from rolecall.rl_runtime.processes import is_alive, run_environment
 from tests.support import eventually
 
 INJECTOR = """
@@ -42,7 +43,7 @@ def target(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
 
 def state(pid: int) -> str:
     seen = read_stat(pid)
-    return seen[0] if seen is not None else ""
+    return seen.state if seen is not None else ""
 
 
 def ticks_of(pid: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rolecall.core.config.data import EvaluationConfig
 from rolecall.core.config.job import JobConfig, RolesConfig, RuntimeConfig, load_job, parse_job
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.errors import ConfigError, RewardFailed, SamplerMismatch
@@ -158,9 +159,13 @@ def test_the_ledger_names_row_epoch_and_fingerprint_and_holds_no_text(folder: Pa
         recorder(other).resume_sampler()
 
 
-def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
-    job = checked(small(job_of(folder)))
-    assert job.data is not None and job.data.fingerprint == task_of(job).fingerprint  # type: ignore[attr-defined]
+def test_a_good_job_gets_its_fingerprints(folder: Path) -> None:
+    (folder / "held-out.jsonl").write_text("".join(json.dumps({**row, "prompt": "say 20"}) + "\n" for row in ROWS))
+    evaluation = EvaluationConfig(path=str(folder / "held-out.jsonl"), answer="answer", num_prompts=2)
+    job = checked(small(job_of(folder)).model_copy(update={"evaluation": evaluation}))
+    task = task_of(job)
+    assert isinstance(task, DatasetTask) and job.evaluation is not None and job.data is not None
+    assert job.evaluation.fingerprint == task.held_out_fingerprint != job.data.fingerprint == task.fingerprint
     assert parse_job(job.model_dump(mode="json")) == job, "as the run's processes read it"
 
 
@@ -407,8 +412,6 @@ def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
     assert lora.startswith("lora.target_modules: 'query' is no linear layer") and lora.endswith("v_proj")
     assert "no column 'solution'" in data and "vLLM has no NoSuchModel" in model
     assert reward.startswith("reward.function: nowhere.at_all cannot be imported: ModuleNotFoundError")
-    with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
-        checked(small(job_of(folder, max_response_tokens=60)))
 
 
 def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:

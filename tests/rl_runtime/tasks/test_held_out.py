@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.config.job import JobConfig, RolesConfig, RuntimeConfig, parse_job
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.check import _check_data, checked
@@ -88,15 +88,6 @@ def test_a_changed_file_is_refused_by_its_fingerprint(folder: Path) -> None:
     (folder / "test.jsonl").write_text(lines(TEST[:3]))
     with pytest.raises(ConfigError, match=r"evaluation\.path: the files have changed"):
         task_of(job)
-
-
-def test_the_fingerprint_is_recorded_with_the_job(folder: Path) -> None:
-    few = RolesConfig(trainer=1, rollout=1, reward=1)  # the check compares their memory with this machine's
-    job = job_of(folder, num_prompts=2).model_copy(update={"roles": few, "runtime": RuntimeConfig(standbys=0)})
-    job = checked(job)
-    task = task_of(job)
-    assert isinstance(task, DatasetTask) and job.evaluation is not None and job.data is not None
-    assert job.evaluation.fingerprint == task.held_out_fingerprint != job.data.fingerprint == task.fingerprint
 
 
 def test_mistakes_are_found_before_the_run(folder: Path) -> None:

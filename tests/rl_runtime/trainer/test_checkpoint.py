@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rolecall.core.errors import CheckpointCorrupt
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.rl_runtime.protocol.messages import first_commit
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.checkpoint import checkpoints_in, load, path_of, remove, save

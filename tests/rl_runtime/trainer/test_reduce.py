@@ -17,7 +17,7 @@ import torch
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import PeerLost
 from rolecall.core.ids import GroupId, NodeId, ReplicaId
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers

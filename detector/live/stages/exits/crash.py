@@ -11,7 +11,8 @@ reports it within milliseconds). After an exception the stage waits for the same
 `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it, or
 where the exception only tells of a lost peer. If all do, the first to exit is named with the words that the cause is
 not known. A process that stays alive after an exception counts as crashed once it finishes no more work while a peer
-does.
+does; at once, after the same wait, if nothing caught the exception: its interpreter ends, which takes torch seconds, or
+for ever. Only of jobs that rolecall did not start: its own runtime knows when its processes end.
 
 A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`). The first suspect
 is the rank whose node reported a hardware fault, else the first that exited with an error of its own: connections that
@@ -32,9 +33,9 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
-from rolecall.detector.live.stages.ray_deaths import awaits_word
-from rolecall.detector.live.stages.skipped import ABORT_SIGNALS
-from rolecall.detector.live.stages.skipped import DETECTOR as SKIPPED
+from rolecall.detector.live.stages.exits.ray_deaths import awaits_word
+from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS
+from rolecall.detector.live.stages.progress.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONSEQUENCES = frozenset(
@@ -218,9 +219,14 @@ EXCEPTION_ALIVE_SECONDS = 5.0
 """A process that has finished no work for this long after an exception, while a peer has, counts as crashed."""
 OOM_SECONDS = 5.0
 """A SIGKILL this close to an increase of the host's OOM kill count is attributed to the OOM killer."""
+EXCEPTION_UNDECIDED_SECONDS = 0.6
+"""At least so long an uncaught exception waits for peers in the same step, where steps are short: ranks of a busy
+machine come to a line one after another."""
 ABORT_SECONDS = 0.7
 """How long an exit on SIGABRT waits for the exits of peers."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
+UNCAUGHT = "uncaught"
+"""Detail of an exception (reporter/page_layout.py) and value of its evidence: nothing caught it, its process ends."""
 
 
 class CrashStage(Stage):
@@ -250,6 +256,9 @@ class CrashStage(Stage):
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
                     found.append(_gone(fleet, subject, raised, now))
+            elif raised is not None and is_ending(subject, raised):
+                if not _held_for_peers(fleet, subject, raised, now):
+                    found.append(_ending(subject, raised, now))
             elif raised is not None and now - raised.received_wall >= EXCEPTION_ALIVE_SECONDS:
                 idle = subject.worked <= raised.worked
                 if idle and any(p.worked_wall > raised.received_wall for p in fleet.peers(subject)):
@@ -265,11 +274,20 @@ def _aborted_just_now(subject: MonitoredProcess, now: float) -> bool:
     return is_abort and now - subject.exit_wall < ABORT_SECONDS
 
 
+def is_ending(subject: MonitoredProcess, raised: ReceivedException) -> bool:
+    """Whether the process, alive, ends by this exception of its own, which nothing caught. What only tells of a lost
+    peer waits for the exit. A thread may go on with the work."""
+    if subject.incarnation != UNCOUNTED or not raised.event.detail.get(UNCAUGHT) or is_consequence(raised.event):
+        return False
+    return subject.sample is None or subject.sample.step <= step_of(raised)
+
+
 def _held_for_peers(
     fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
 ) -> bool:
     waited = now - raised.received_wall
-    if waited < _grace_seconds(fleet, subject):
+    grace = _grace_seconds(fleet, subject)
+    if waited < grace:
         return True
     if waited >= EXCEPTION_HOLD_SECONDS_MAX:
         return False
@@ -277,13 +295,16 @@ def _held_for_peers(
         return True  # the process that was lost is named, if it is seen
     if not blames_code(raised):
         return False
+    if is_ending(subject, raised) and grace < EXCEPTION_GRACE_SECONDS and waited >= EXCEPTION_UNDECIDED_SECONDS:
+        return False  # whoever has not come to this line in two steps waits for this process
     return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
 
 
 def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> float:
-    """Two usual steps of a job that names no phases, each as long as both of its phases."""
+    """Two usual steps of a job that names no phases, each as long as both of its phases, or as the only one that it
+    shows."""
     usual = [fleet.gaps.median(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
-    if subject.incarnation != UNCOUNTED or not all(usual):
+    if subject.incarnation != UNCOUNTED or not any(usual):
         return EXCEPTION_GRACE_SECONDS
     return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, 2 * sum(usual)))
 
@@ -363,6 +384,23 @@ def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
     return values | ({"oom": 1.0} if oom else {})
 
 
+def _ending(subject: MonitoredProcess, raised: ReceivedException, now: float) -> Finding:
+    text = exception_text(raised.event)
+    step = step_of(raised)
+    values = {UNCAUGHT: 1.0, "step": float(step)}
+    return finding(
+        "crash",
+        [subject],
+        FaultClass.CRASH,
+        onset=raised.event.wall_at + subject.offset_seconds,
+        now=now,
+        confidence=1.0,
+        because=f"{subject.name()} crashed: its process ends in {phase_text(subject.phase, step)} by an exception that "
+        f"nothing caught: {text}",
+        evidence=(Evidence(kind=AgentEventKind.EXCEPTION, text=text, values=values),),
+    )
+
+
 def _given_up(subject: MonitoredProcess, raised: ReceivedException, now: float) -> Finding:
     because = (
         f"{subject.name()} raised {exception_text(raised.event)} and has made no progress for "
@@ -402,7 +440,7 @@ def folded(findings: Sequence[Finding]) -> list[Finding]:
     for f in findings:
         is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
         of_one_replica = len(f.suspects) == 1 and bool(f.suspects[0].replica)
-        if is_exit and of_one_replica and any(e.kind == EXIT for e in f.evidence):
+        if is_exit and of_one_replica and any(e.kind == EXIT or e.values.get(UNCAUGHT) for e in f.evidence):
             groups.setdefault((f.suspects[0].replica, f.suspects[0].incarnation), []).append(f)
     one = {id(group[0]): _merged_exits(group) for group in groups.values()}
     dropped = {id(f) for group in groups.values() for f in group[1:]}

@@ -18,9 +18,9 @@ from rolecall.core.text import counted
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names
-from rolecall.detector.live.stages.crash import exit_values, log_file
+from rolecall.detector.live.stages.exits.crash import exit_values, log_file
+from rolecall.detector.live.stages.exits.uninstrumented import ENDED_SECONDS, SERVICES
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.stages.uninstrumented import ENDED_SECONDS, SERVICES
 
 DETECTOR = "dead_role"
 ROLES = ("trainer", *sorted(SERVICES))

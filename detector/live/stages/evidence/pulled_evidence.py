@@ -11,8 +11,8 @@ from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import NOT_FINITE
 from rolecall.detector.live.processes import MonitoredProcesses
+from rolecall.detector.live.stages.progress.stall import kind_of
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.stages.stall import kind_of
 
 Who = tuple[str, int | None, int | None]
 WEIGHT_SYNC = "weight_sync"

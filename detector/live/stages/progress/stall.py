@@ -21,7 +21,7 @@ from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.monitored_process import STOPPED_STATES, MonitoredProcess, ProgressClocks, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
-from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
+from rolecall.detector.live.stages.nodes.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import (
     EMERGING_SHARE,
     WORKING_CPUS,

@@ -27,7 +27,7 @@ from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
-from rolecall.detector.live.stages.crash import step_of
+from rolecall.detector.live.stages.exits.crash import step_of
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 REMEMBER_SECONDS = 3600.0

@@ -24,8 +24,8 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names
-from rolecall.detector.live.stages.crash import exit_values, log_file
-from rolecall.detector.live.stages.ray_deaths import awaits_word, reason_of
+from rolecall.detector.live.stages.exits.crash import exit_values, log_file
+from rolecall.detector.live.stages.exits.ray_deaths import awaits_word, reason_of
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.formats.ray_logs import RayReason
 

@@ -122,7 +122,7 @@ def main() -> int:
         relative = enough_pairs(large, options.share_seconds, rng)
     lines = common.header(
         "What the hooks of `rolecall exec` cost a step",
-        f"one process, one thread; n = {len(costs)} pairs of 100 steps twice, and {len(relative)} pairs of 4 long steps",
+        f"one process, one thread; n = {len(costs)} pairs of 100 steps twice, {len(relative)} pairs of 4 long ones",
         str(options.seed),
     )
     _, cost_text = described(costs, "{:.1f}", rng)
@@ -138,7 +138,7 @@ def main() -> int:
         f"| microseconds of a step that is looked at | {looked_text} | none |",
         f"| share of a step of {step * 1e3:.0f} ms | {share_text} | {BAR_SHARE:.1%} |",
         f"| the same, from the microseconds | {looked / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
-        f"| share of a step of {rest}, from the microseconds | {looked / REST_SECONDS / 1e6:+.2%} | | {BAR_SHARE:.1%} |",
+        f"| share of {rest}, from the microseconds | {looked / REST_SECONDS / 1e6:+.2%} | | {BAR_SHARE:.1%} |",
     ]
     common.publish("hook_cost", lines)
     return 0

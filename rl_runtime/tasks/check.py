@@ -100,6 +100,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], tuple[str, str]]:
     else:
         _collected("evaluation", lambda: _check_evaluation_size(job), problems)
     _collected("model", lambda: _check_model(job), problems)
+    _collected("model", lambda: _check_lengths(job), problems)
     _collected("model", lambda: _check_layers(job), problems)
     _collected("runtime", lambda: _check_heads(job), problems)
     _collected("roles", lambda: _check_machine(job), problems)
@@ -212,7 +213,11 @@ def _check_model(job: JobConfig) -> str:
     if not any(name in supported for name in names):
         what = f"vLLM has no {', '.join(names)}" if names else "config.json names no architecture"
         raise ConfigError([f"model.path: {what}"], job.model.path or "")
-    longest = config.get("max_position_embeddings")
+    return ""
+
+
+def _check_lengths(job: JobConfig) -> str:
+    longest = read_config(Path(job.model.path or "")).get("max_position_embeddings")
     if longest is not None and job.max_tokens > longest:
         lengths = f"prompt and response have up to {job.max_tokens} tokens"
         raise ConfigError([f"data: {lengths}, and the model reads {longest}"], job.model.path or "")

@@ -33,19 +33,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "model.path: vLLM has no NoSuchModel",
         ),
     ),
-    "no template, no such reward, answers and ranks that do not fit, too little memory": (
+    "no template, no such reward function, answers that do not fit, too little memory": (
         {
             "model.path": "bare",
             "reward": "mine.py:wrong",
             "data.max_response_tokens": 60,
             "runtime.kv_cache_bytes": 1 << 45,
-            "runtime.rollout_ranks": 2,
         },
         (
             "model.path: the tokenizer has no chat template",
             "reward.function: ",
             "data: prompt and response have up to 80 tokens, and the model reads 64",
-            "runtime.rollout_ranks: 2 ranks do not divide the model's 1 attention head",
             "roles: trainer ",
         ),
     ),
@@ -54,7 +52,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("model.path: ", "data.path: "),
     ),
 }
-EVERY_TIME = "no template, no such reward, answers and ranks that do not fit, too little memory"
+EVERY_TIME = "no template, no such reward function, answers that do not fit, too little memory"
 
 
 # Each case imports vLLM in a process of its own. `test_dataset_task.py` has the mistakes of the others without a command.

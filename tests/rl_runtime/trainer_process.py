@@ -104,7 +104,7 @@ def tiny_job(name: str = "grpo", *, algorithm: Mapping[str, Any] | None = None, 
     )
 
 
-def make_microbatches(job: JobConfig, step: int, *, behind: int | None = None) -> list[Microbatch]:
+def make_microbatches(job: JobConfig, step: int, *, behind: int | None = None) -> tuple[Microbatch, ...]:
     """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from.
 
     Of T-PPO, every other window is cut, and has a token of context. `behind`: versions by which every token is older
@@ -147,13 +147,15 @@ class Spied(TrainerReplica):
             state, start = self.state, 0
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
-                for name, p in zip(network.names, network.masters, strict=True) if network else ():
+                if network is None:
+                    continue
+                for name, p in zip(network.names, network.masters, strict=True):
                     found[f"{network.prefix}{name}"] = sums[start : start + p.numel()].view(p.shape) / divisor
                     start += p.numel()
             assert start == sums.numel()
             return apply(sums, by, commit, band, *draft)
 
-        self.state.apply = spy  # type: ignore[method-assign]
+        self.state.apply = spy  # type: ignore[assignment, method-assign]
 
     def gradient_of(self, step: int) -> dict[str, Any]:
         return {n: g.cpu().numpy() for n, g in self.gradients[step].items()}

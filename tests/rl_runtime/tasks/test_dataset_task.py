@@ -28,6 +28,7 @@ from rolecall.rl_runtime.tasks.check import (
     _check_dtype,
     _check_heads,
     _check_layers,
+    _check_lengths,
     _check_memory,
     _check_reward,
     available_bytes,
@@ -434,6 +435,12 @@ def test_the_heads_of_a_model_folder_are_known_before_the_start(folder: Path) ->
     )
     with pytest.raises(ConfigError, match=r"tensor_ranks: 3 ranks do not divide the \d+ outputs of layers.0.self_attn"):
         _check_layers(job.model_copy(update={"runtime": shared}))
+
+
+def test_answers_that_the_model_cannot_read_are_found(folder: Path) -> None:
+    assert _check_lengths(job_of(folder)) == ""
+    with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
+        _check_lengths(job_of(folder, max_response_tokens=60))
 
 
 def test_adapters_and_checkpointing_are_tried_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--count", type=int, default=11, help="faults of the piece: 1 to 100")
     parser.add_argument("--kind", action="append", default=[], choices=kinds(), help="only faults of these kinds")
+    parser.add_argument("--note", default="", help="on the circumstances, for the head of the report")
     args = parser.parse_args()
     if not 1 <= args.count <= 100:
         parser.error(f"--count: {args.count}: expected 1 to 100")
@@ -47,7 +48,7 @@ def main() -> int:
             )
         facts = {"commit": common.commit(), "seed": args.seed, "host": common.hardware()}
         run_piece(args.system, piece(args.system, args.seed, common.read_lines(LINES), args.count, args.kind), facts)
-    return write_report()
+    return write_report(args.note)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The report: each system by itself, then rolecall and the others side by side."""
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,9 @@ def report(lines: Sequence[Line], chaos: Sequence[Line]) -> Iterator[str]:
                 yield f"- not injected: {x['seed']}/{x['number']}, {x['name']}: {x['reason']}"
         yield ""
     yield from ("## Side by side", "")
-    yield from side_by_side(injected, [x for x in counted(chaos).values() if x["injected"] and x["role"] == ROLE])
+    yield from side_by_side(
+        injected, [x for x in counted(chaos).values() if x["injected"] and x["met"] and x["role"] == ROLE]
+    )
     yield from ("## Not in the schedule", "")
     yield from (f"- {name}: {reason}" for name, reason in left_out())
 
@@ -78,18 +81,19 @@ def _cell(group: Sequence[Line]) -> str:
         return "not measured"
     parts = [f"named {sum(x['named'] for x in group)}/{len(group)}"]
     for word, key in (("found", "found_seconds"), ("cured", "cured_seconds")):
-        values = sorted(x[key] for x in group if x[key] is not None)
-        middle = f" {values[len(values) // 2]:.1f} s" if values else ""
+        values = [x[key] for x in group if x[key] is not None]
+        middle = f" {statistics.median(values):.1f} s" if values else ""
         share = "" if len(values) == len(group) and values else f" {len(values)}/{len(group)}"
         parts.append(f"{word}{share}{middle}" if values else f"not {word}")
     num_innocent = sum(x["innocent"] if isinstance(x["innocent"], int) else len(x["innocent"]) for x in group)
     return ", ".join([*parts, f"innocent {num_innocent}"])
 
 
-def write_report() -> int:
+def write_report(note: str = "") -> int:
+    """`note`: on the circumstances, which the lines do not tell."""
     lines = common.read_lines(LINES)
     seeds = ", ".join(sorted({str(x["seed"]) for x in lines}))
-    config = f"{NUM_REPLICAS} workers, gloo on CPU, each system's own timeouts"
+    config = f"{NUM_REPLICAS} workers, gloo on CPU, each system's own timeouts" + (f"; {note}" if note else "")
     commits = ", ".join(sorted({x["commit"] for x in lines}))
     text = common.header("Chaos in other systems", config, seeds, commits)
     common.publish("chaos_peers", [*text, *report(lines, common.read_lines(CHAOS_LINES))])

@@ -17,10 +17,6 @@ of backward passes up to the last gradient: after it, a rank waits for the gradi
 (FSDP) no gradient is hooked: their backward passes wait for other ranks all along. Accumulated gradients are as many
 units of work as there are forward passes.
 
-A step that is looked at costs 30 microseconds. Short ones are not all looked at: after one of less than `REST_SECONDS`
-those that begin within `REST_SECONDS` are only counted, in phase `wait`; a hang in one of them is found as one between
-two steps, and nothing is told of its collectives.
-
 Nothing here raises into the job: after an exception the hooks do nothing any more. A job that uses the reporter itself
 is left to it. Standard library only; torch is what the job has imported.
 """
@@ -46,8 +42,6 @@ ROOTS_MAX = 4
 TITLE_BYTES_MAX = 4096
 _CRITIC = re.compile(r"ray::\w*(Critic|ValueWorker)")
 """OpenRLHF's and verl's critics, and NeMo-RL's."""
-REST_SECONDS = 0.01
-"""Longer steps are all looked at: at most 0.3 % of their time. An agent takes a sample of many shorter ones."""
 STEPS_WITHOUT_LEAD = 8
 """After so many steps of other optimizers without one of the leading one, another leads."""
 
@@ -71,7 +65,6 @@ class Report(Protocol):
         loading_seconds: float = 0.0,
     ) -> None: ...
     def begin_step(self, phase: str) -> None: ...
-    def count_step(self, n: int) -> None: ...
     def count_collectives(self, issued: Callable[[], int]) -> None: ...
     def exchange(self) -> None: ...
 
@@ -143,18 +136,9 @@ class TrainingWatch:
     """The state of one process. `torch`: used from the first step on. `starts`: whether it starts the reporter; it then
     leaves a process alone that has started it itself."""
 
-    def __init__(
-        self,
-        report: Report,
-        torch: Any,
-        clock: Callable[[], float],
-        *,
-        starts: bool = True,
-        rest_seconds: float = REST_SECONDS,
-    ) -> None:
+    def __init__(self, report: Report, torch: Any, clock: Callable[[], float], *, starts: bool = True) -> None:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
         self._modules = Modules(torch, self._guard_module, self._guard)
-        self._rest_seconds, self._rests, self._rest_until = rest_seconds, False, 0.0
         self._thread = 0
         self._lead: int | None = None
         self._others = 0
@@ -173,22 +157,13 @@ class TrainingWatch:
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         """torch calls it after each step of any optimizer."""
         del args, kwargs
-        if self._rests and self._called and id(optimizer) == self._lead and not self._is_compiling():
-            try:
-                self._num_steps += 1
-                self._others, self._called, self._evaluated = 0, False, False
-                self._ended_at = self._clock()
-                self._report.count_step(self._num_steps)
-            except Exception:  # noqa: BLE001 the job goes on
-                self._off, self._rests = True, False
-            return
         self._guard(self._step, optimizer)
         if self._off:
             self._modules.remove_hooks()  # not where it failed: torch may be walking through them
 
     def stand_down(self) -> None:
         """Not inside a forward pass."""
-        self._off, self._rests = True, False
+        self._off = True
         self._modules.remove_hooks()
 
     def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
@@ -200,7 +175,7 @@ class TrainingWatch:
         try:
             act(subject)
         except Exception:  # noqa: BLE001 the job goes on
-            self._off, self._rests = True, False
+            self._off = True
 
     def _guard_module(self, act: Callable[[Any], None], module: object) -> None:
         self._guard(act, module, any_thread=False)
@@ -219,11 +194,11 @@ class TrainingWatch:
             self._thread = threading.get_ident()
             self._modules.search()
         elif self._modules.searching:
-            self._modules.hook(self._enter_forward, self._leave_forward)
+            self._modules.hook(self._before_forward, self._after_forward)
         elif not self._called and self._modules.show_steps():
             return  # another parameter group of the same step
         elif self._modules.ordering:
-            self._modules.hook_last_gradients(self._leave_backward)
+            self._modules.hook_last_gradients(self._after_gradients)
         self._stepped()
 
     def _leads(self, optimizer: int) -> bool:
@@ -239,7 +214,6 @@ class TrainingWatch:
     def _stepped(self) -> None:
         now = self._clock()
         self._num_steps += 1
-        self._rests = False
         if self._began_at is None:
             self._report.finish_step(self._num_steps, PHASE_WAIT)
         else:
@@ -254,32 +228,9 @@ class TrainingWatch:
                 exchange_seconds=waited,
                 loading_seconds=loading,
             )
-            if now - self._ended_at < self._rest_seconds and self._modules.settled:
-                self._rests, self._rest_until = True, now + self._rest_seconds
         self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
         self._backward_at = None
         self._called = self._evaluated = False
-
-    def _enter_forward(self, module: Any) -> None:
-        """The hook; the next two, too. A step that is not looked at gets no further."""
-        if self._is_compiling():
-            return
-        if self._rests and threading.get_ident() == self._thread:
-            if self._clock() < self._rest_until:
-                self._called = True
-                if not (module.training and self._torch.is_grad_enabled()):
-                    self._evaluated = True
-                return
-            self._rests = False
-        self._guard(self._before_forward, module, any_thread=False)
-
-    def _leave_forward(self, module: object) -> None:
-        if not self._is_compiling() and self._forward_at is not None:
-            self._guard(self._after_forward, module, any_thread=False)
-
-    def _leave_backward(self, parameter: object) -> None:
-        if not self._is_compiling() and self._backward_at is not None:
-            self._guard(self._after_gradients, parameter)
 
     def _before_forward(self, module: Any) -> None:
         self._called, self._forward_at = True, None
@@ -318,14 +269,14 @@ Guard = Callable[[Callable[[Any], None], object], None]
 
 
 class Hook:
-    """A hook in a module of the job; `act` lets no exception out. A copy of the module, also on disk, has a function of
-    the standard library in its place that does nothing: it can be loaded where rolecall is not."""
+    """A hook in a module of the job. A copy of the module, also on disk, has a function of the standard library in its
+    place that does nothing: it can be loaded where rolecall is not."""
 
-    def __init__(self, act: Callable[[Any], None]) -> None:
-        self._act = act
+    def __init__(self, guard: Guard, act: Callable[[Any], None]) -> None:
+        self._guard, self._act = guard, act
 
     def __call__(self, module: object, *args: object) -> None:
-        self._act(module)
+        self._guard(self._act, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -354,34 +305,33 @@ class Modules:
         self.searching = True
         module = self._torch.nn.modules.module
         self._handles = [
-            module.register_module_forward_pre_hook(Hook(partial(self._guard, self._enter))),
-            module.register_module_forward_hook(Hook(partial(self._guard, self._leave)), always_call=True),
+            module.register_module_forward_pre_hook(Hook(self._guard, self._enter)),
+            module.register_module_forward_hook(Hook(self._guard, self._leave), always_call=True),
         ]
 
     def hook(self, before: Callable[[Any], None], after: Callable[[Any], None]) -> None:
-        """Ends the search if it found something, and calls these around each forward pass of what it found. They let no
-        exception out."""
+        """Ends the search if it found something, and calls these around each forward pass of what it found."""
         self._depth = 0
         if not self._found and not self._is_compiled():
             return
         self.remove_hooks()
         if not self._is_compiled():
             for module in self._found.values():
-                self._handles.append(module.register_forward_pre_hook(Hook(before)))
+                self._handles.append(module.register_forward_pre_hook(Hook(self._guard, before)))
                 # Also of a pass that raises.
-                self._handles.append(module.register_forward_hook(Hook(after), always_call=True))
+                self._handles.append(module.register_forward_hook(Hook(self._guard, after), always_call=True))
                 for parameter in self._with_whole_gradients(module):
-                    note = Hook(partial(self._guard_any_thread, partial(self._note_gradient, id(module))))
+                    note = Hook(self._guard_any_thread, partial(self._note_gradient, id(module)))
                     self._of_gradients.append(parameter.register_post_accumulate_grad_hook(note))
             self.ordering = bool(self._of_gradients)
         self._found = {}
 
     def hook_last_gradients(self, after: Callable[[Any], None]) -> None:
         """Calls this after each gradient of the parameter whose gradient came last in the step that ends, of each
-        module. It lets no exception out."""
+        module."""
         self._forget_gradients()
         for parameter in self._last.values():
-            hook = Hook(after)
+            hook = Hook(self._guard_any_thread, after)
             self._of_gradients.append(parameter.register_post_accumulate_grad_hook(hook))
         self._last = {}
 
@@ -399,11 +349,6 @@ class Modules:
     def show_steps(self) -> bool:
         """Whether every step has a forward pass of a hooked module. One that was compiled later hides its own."""
         return bool(self._handles) and not self._is_compiled()
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is looked for any more."""
-        return not (self.searching or self.ordering)
 
     def remove_hooks(self) -> None:
         for handle in self._handles:

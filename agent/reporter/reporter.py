@@ -484,16 +484,6 @@ def finish_step(
         page.write_phase(phase)
 
 
-def count_step(n: int) -> None:
-    """A step of which nothing else is reported: `n` were finished. Cheap: words that are written at once, without the
-    lock. What is known of collectives is no longer true."""
-    q = _page.q
-    q[at.W_COLLECTIVES_AT_STEP] = q[at.W_COLLECTIVES_AT_BEGIN] = -1
-    q[at.W_STEP] = n
-    q[at.W_PROGRESS] += 1
-    _page.d[at.W_PROGRESS_AT] = monotonic()
-
-
 def begin_step(phase: str) -> None:
     """Enters the phase of the step after the one that `finish_step` ended."""
     with _page as page:

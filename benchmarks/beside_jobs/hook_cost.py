@@ -4,9 +4,8 @@
 
 One process trains a small model; the hooks are taken out and put back between blocks of steps, which come in pairs in
 random order. The difference is what the hooks cost, torch's calls of them included. The page lies in a file, as with an
-agent, and the reporter's thread beats all the time. Of short steps the hooks look at some only; what they cost a step
-that is looked at is measured with the same model and that rule off. A larger model takes long steps, for the share:
-pairs are added until the interval is narrow enough.
+agent, and the reporter's thread beats all the time. A larger model takes long steps, for the share: pairs are added
+until the interval is narrow enough.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from torch.optim import optimizer as optimizers
 
 from benchmarks import common
 from benchmarks.intervals import median_interval
-from rolecall.agent.autostart.training import REST_SECONDS, TrainingWatch
+from rolecall.agent.autostart.training import TrainingWatch
 from rolecall.agent.reporter import reporter
 
 BAR_MICROSECONDS, BAR_SHARE = 10.0, 0.005
@@ -35,11 +34,11 @@ SHARE_HALF_WIDTH, SHARE_PAIRS = 0.003, 50
 class Loop:
     """A training loop whose hooks can be taken out and put back."""
 
-    def __init__(self, width: int, batch: int, rest_seconds: float = REST_SECONDS) -> None:
+    def __init__(self, width: int, batch: int) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
         self.batch = torch.randn(batch, width)
-        self.watch = TrainingWatch(reporter, torch, time.monotonic, starts=False, rest_seconds=rest_seconds)
+        self.watch = TrainingWatch(reporter, torch, time.monotonic, starts=False)
         self._places: list[dict[int, Any]] = []
         self.hooked = True
         handle = optimizers.register_optimizer_step_post_hook(self.watch.after_optimizer)
@@ -114,31 +113,25 @@ def main() -> int:
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         reporter._page.move_to(Path(folder) / "page")
-        small, watched, large = Loop(32, 8), Loop(32, 8, rest_seconds=0.0), Loop(1024, 1536)
-        step_small = statistics.median(small.steps(100) for _ in range(20))
+        small, large = Loop(32, 8), Loop(1024, 1536)
         costs = [(a - b) * 1e6 for a, b in pairs(small, options.pairs, 100, rng)]
-        full = [(a - b) * 1e6 for a, b in pairs(watched, options.pairs, 100, rng)]
         step = statistics.median(large.steps(4) for _ in range(10))
         relative = enough_pairs(large, options.share_seconds, rng)
     lines = common.header(
         "What the hooks of `rolecall exec` cost a step",
-        f"one process, one thread; n = {len(costs)} pairs of 100 steps twice, {len(relative)} pairs of 4 long ones",
+        f"one process, one thread; n = {len(costs)} pairs of 100 steps, {len(relative)} pairs of 4 long ones",
         str(options.seed),
     )
-    _, cost_text = described(costs, "{:.1f}", rng)
-    looked, looked_text = described(full, "{:.1f}", rng)
+    cost, cost_text = described(costs, "{:.1f}", rng)
     _, share_text = described(relative, "{:+.2%}", rng)
-    rest = f"{REST_SECONDS * 1e3:.0f} ms"
     lines += [
-        f"Medians with their 95 % bootstrap intervals. Of steps shorter than {rest} one in {rest} is looked at.",
+        "Medians with their 95 % bootstrap intervals.",
         "",
         "| what | median | interval | bar |",
         "|---|---|---|---|",
-        f"| microseconds of a step of {step_small * 1e6:.0f} us | {cost_text} | {BAR_MICROSECONDS:g} |",
-        f"| microseconds of a step that is looked at | {looked_text} | none |",
+        f"| microseconds of a step | {cost_text} | {BAR_MICROSECONDS:g} |",
         f"| share of a step of {step * 1e3:.0f} ms | {share_text} | {BAR_SHARE:.1%} |",
-        f"| the same, from the microseconds | {looked / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
-        f"| of a step of {rest}, from the microseconds | {looked / REST_SECONDS / 1e6:+.2%} | | {BAR_SHARE:.1%} |",
+        f"| the same, from the microseconds | {cost / step / 1e6:+.3%} | | {BAR_SHARE:.1%} |",
     ]
     common.publish("hook_cost", lines)
     return 0

@@ -16,7 +16,6 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rolecall.agent.autostart.training import (
-    REST_SECONDS,
     STEPS_WITHOUT_LEAD,
     Hook,
     TrainingWatch,
@@ -38,7 +37,6 @@ class Report:
         self.passes: list[int] = []
         self.exchanges = 0
         self.identity: dict[str, int] = {}
-        self.counted: list[int] = []
 
     def start(self, *, source: str, role: str | None = None, **identity: int) -> None:
         assert source == "hooks" and role is None
@@ -70,9 +68,6 @@ class Report:
     def begin_step(self, phase: str) -> None:
         self.enter_phase(phase)
 
-    def count_step(self, n: int) -> None:
-        self.counted.append(n)
-
     def count_collectives(self, issued: Callable[[], int]) -> None:
         assert issued() >= -1
 
@@ -91,9 +86,9 @@ class Clock:
 class Job:
     """A loop whose loading, forward and backward pass take as long as given."""
 
-    def __init__(self, report: Report, rest_seconds: float = 0.0) -> None:
+    def __init__(self, report: Report) -> None:
         self.report, self.clock = report, Clock()
-        self.watch = TrainingWatch(report, torch, self.clock, rest_seconds=rest_seconds)
+        self.watch = TrainingWatch(report, torch, self.clock)
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.seconds = 0.0
@@ -133,17 +128,6 @@ def job() -> Iterator[Job]:
     yield made
     handle.remove()
     assert not modules._global_forward_pre_hooks and not modules._global_forward_hooks, "the search has ended"
-
-
-@pytest.fixture
-def short() -> Iterator[Job]:
-    """A job with steps of 4 ms, of which not each is looked at."""
-    made = Job(Report(), rest_seconds=REST_SECONDS)
-    handle = register_optimizer_step_post_hook(made.watch.after_optimizer)
-    for _ in range(4):
-        made.step(forward=0.004)
-    yield made
-    handle.remove()
 
 
 def warm(job: Job) -> Report:
@@ -423,53 +407,3 @@ def test_the_actor_of_a_critic_is_no_rank_of_the_trainer(title: str, role: str |
     assert role_of_actor({"RAY_JOB_ID": "01000000", "RANK": "0"}, title) == role
     assert role_of_actor({"RANK": "0"}, title) is None
     assert role_of_actor({"RAY_JOB_ID": "01000000", "ROLECALL_ROLE": "value"}, title) is None
-
-
-def test_of_short_steps_some_are_looked_at_and_all_are_counted(short: Job) -> None:
-    report = short.report
-    report.steps.clear()
-    report.counted.clear()
-    for _ in range(30):
-        short.step(forward=0.004)
-    assert sorted(report.steps + report.counted) == list(range(5, 35)), "each step once"
-    assert 5 <= len(report.steps) <= 11, "one of three, those that begin after the rest"
-    assert report.units[-1][0] == pytest.approx(0.004) and report.passes[-1] == 1, "a looked-at step is one unit"
-
-
-def test_a_long_step_after_a_short_one_is_looked_at(short: Job) -> None:
-    short.report.steps.clear()
-    for n in range(3):
-        short.step(loading=0.02, forward=0.1)
-        assert len(short.report.steps) == n + 1
-        assert short.report.units[-1][0] == pytest.approx(0.12)
-        assert short.report.loading[-1] == pytest.approx(0.02)
-
-
-def test_an_evaluation_between_steps_that_are_not_looked_at_is_no_loading(short: Job) -> None:
-    while short.report.counted[-1:] != [short.watch._num_steps]:
-        short.step(forward=0.001)
-    short.evaluate(1.0)
-    short.step(forward=0.004)
-    assert short.report.loading[-1] == 0.0
-
-
-def test_parameter_groups_of_steps_that_are_not_looked_at_are_no_steps(short: Job) -> None:
-    """DeepSpeed steps its optimizer once for each."""
-    before = short.watch._num_steps
-    for _ in range(10):
-        short.step(forward=0.001)
-        short.optimizer.step()
-    assert short.watch._num_steps == before + 10
-
-
-def test_a_failure_in_a_step_that_is_not_looked_at_ends_the_hooks(short: Job) -> None:
-    def fail(n: int) -> None:
-        raise OSError("the page is gone")
-
-    short.report.count_step = fail  # type: ignore[method-assign]
-    for _ in range(20):
-        short.step(forward=0.001)
-    assert not short.model._forward_hooks and not short.model._forward_pre_hooks
-    steps = list(short.report.steps)
-    short.step(forward=1.0)
-    assert short.report.steps == steps

@@ -60,7 +60,7 @@ def test_a_wrapped_model_trains_as_without_hooks(name: str) -> None:
     wrap, has_gradients = WRAPPERS[name]
     expected = losses(wrap)
     report = Report()
-    watch = TrainingWatch(report, torch, Clock(), rest_seconds=0.0)
+    watch = TrainingWatch(report, torch, Clock())
     handle = register_optimizer_step_post_hook(watch.after_optimizer)
     try:
         assert losses(wrap) == expected and math.isfinite(expected[-1])

@@ -164,7 +164,11 @@ ENDS = {
     "pass": (0, "finished", ["finished"]),
     "sys.exit(3)": (3, "exit", []),
     "reporter.finish('enough'); sys.exit(3)": (3, "finished", ["finished"]),
-    "with reporter.step(4): raise ValueError('bad batch')": (1, "exception", ["exception"]),
+    "with reporter.step(4): raise ValueError('bad batch')": (
+        1,
+        "exception",
+        ["exception", "exception"],
+    ),  # and uncaught
     "raise ValueError('bad batch')": (1, "exception", ["exception"]),
     "os.kill(os.getpid(), 15)": (-15, "finished", ["finished"]),
     "os.kill(os.getpid(), 9)": (-9, "killed", []),

@@ -239,7 +239,7 @@ def test_a_failure_of_one_conversation_is_a_word_for_the_ledger(worker: RewardWo
 def test_mistakes_are_found_before_anything_starts(
     folder: Path, change: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for other in ("_check_model", "_check_memory"):
+    for other in ("_check_model", "_check_lengths", "_check_memory"):
         monkeypatch.setattr(f"rolecall.rl_runtime.tasks.check.{other}", lambda *_: "")
     (problem,) = problems_of(job_of(folder, **change))[0]
     assert problem.startswith(why)

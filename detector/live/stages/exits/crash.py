@@ -31,7 +31,7 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import EXIT, LOG_FILE
-from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
+from rolecall.detector.live.monitored_process import UNITS, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.exits.ray_deaths import awaits_word
 from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS
@@ -302,11 +302,14 @@ def _held_for_peers(
 
 def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> float:
     """Two usual steps of a job that names no phases, each as long as both of its phases, or as the only one that it
-    shows."""
+    shows. Samples make short phases longer than they are: what a process measured of its own work tells them, too, of
+    which a step is taken to be at most twice as long."""
     usual = [fleet.gaps.median(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
     if subject.incarnation != UNCOUNTED or not any(usual):
         return EXCEPTION_GRACE_SECONDS
-    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, 2 * sum(usual)))
+    own = fleet.gaps.median(subject.role, UNITS)
+    steps = min(2 * sum(usual), 4 * own) if own else 2 * sum(usual)
+    return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, steps))
 
 
 def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:

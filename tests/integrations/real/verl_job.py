@@ -50,7 +50,7 @@ class Requests:
 
 
 def main(folder: Path, where: str) -> None:
-    ray.init(num_cpus=16, num_gpus=REPLICAS, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=16, num_gpus=REPLICAS, include_dashboard=False, log_to_driver=False)
     config = config_of(REPLICAS)
     rollouter = None
     if where == "rollouter":

@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import until
+from benchmarks.recovery.warm_standby import events_after
 from rolecall.core.errors import InjectionRefused, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -53,11 +54,6 @@ algorithm: {{learning_rate: 1.0e-4}}
 recovery: {{mode: act, evictions_per_hour_max: 1000, retries_per_replica_max: 1000}}
 """
 OPERATOR = "benchmark"
-
-
-def events_after(run: RunDir, at: float) -> list[Event]:
-    with closing(Journal(run.database_url, create=False)) as journal:
-        return [e for e in journal.events() if e.wall_at > at]
 
 
 def all_serve(run: RunDir) -> dict[str, str] | None:

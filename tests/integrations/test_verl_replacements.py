@@ -209,7 +209,7 @@ def test_an_engine_that_no_update_takes_up_is_given_up_and_ended() -> None:
 
 
 def test_one_that_is_given_up_is_told_without_a_further_update() -> None:
-    """A listing, or an order for another replica, says so, too: nobody may ask for this one again."""
+    """A listing, or an order for another replica, says so, too: this one cannot be ordered again."""
     job = started(fake_job())
     job.now.seconds += 61
     assert job.replacements.order("other", 2, "e2", 60)["phase"] == "waiting", "one at a time, and that one is over"

@@ -18,11 +18,13 @@ then, whose collective has another size.
 
 Right: an incident of the fitting class names that rank alone, its text has the kind of the fault, and no incident names
 another rank, until `SETTLE_SECONDS` later. `cannot tell` names nobody. A healthy job is right if it has no incident.
-Each case is a line of `results/beside_job.jsonl`.
+Each case is a line of `results/beside_job.jsonl`. Several seeds can run at once: that loads the host, and each line has
+its load average.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -124,6 +126,7 @@ def one(case: Case, ranks: int, seed: int) -> dict[str, Any]:
                 log = (job.folder / "log").read_text(errors="replace")[-2000:]
                 raise RuntimeError(f"{case}: no fault within {START_SECONDS:g} s:\n{log}")
             time.sleep(0.05)
+        load = round(os.getloadavg()[0], 1)
         began = json.loads(mark.read_text())["at"]
         deadline = began + expected.wait
         while time.time() < deadline:
@@ -131,7 +134,7 @@ def one(case: Case, ranks: int, seed: int) -> dict[str, Any]:
             if found["found_seconds"] is not None:
                 deadline = min(deadline, began + found["found_seconds"] + SETTLE_SECONDS)
             time.sleep(0.25)
-        return judged(case, began, findings(job))
+        return {"load": load, **judged(case, began, findings(job))}
 
 
 def limit_memory(mark: Path) -> Any:
@@ -244,6 +247,13 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
                 f"| {ranks} | {fault} | {len(group)} | {right} | {named} | {in_bar} | {middle} | {expected.bar:g} |"
             )
     text += [""]
+    loads = [x["load"] for x in faults if "load" in x]
+    if loads:
+        text += [
+            f"Load average of the host at the fault, {len(loads)} cases: median {statistics.median(loads):.1f}, "
+            f"worst {max(loads):.1f} (cases of several seeds at once load it).",
+            "",
+        ]
     for x in faults:
         if not x["right"]:
             told = x["wrong"] or [x["because"]] if x["rank_named"] else (x["wrong"] or x["undecided"] or ["nothing"])

@@ -249,11 +249,8 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
     text += [""]
     loads = [x["load"] for x in faults if "load" in x]
     if loads:
-        text += [
-            f"Load average of the host at the fault, {len(loads)} cases: median {statistics.median(loads):.1f}, "
-            f"worst {max(loads):.1f} (cases of several seeds at once load it).",
-            "",
-        ]
+        load = f"median {statistics.median(loads):.1f}, worst {max(loads):.1f}"
+        text += [f"Load average of the host at the fault, {len(loads)} cases: {load}. Several seeds at once load it.", ""]
     for x in faults:
         if not x["right"]:
             told = x["wrong"] or [x["because"]] if x["rank_named"] else (x["wrong"] or x["undecided"] or ["nothing"])

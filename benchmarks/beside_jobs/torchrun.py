@@ -250,7 +250,7 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
     loads = [x["load"] for x in faults if "load" in x]
     if loads:
         load = f"median {statistics.median(loads):.1f}, worst {max(loads):.1f}"
-        text += [f"Load average of the host at the fault, {len(loads)} cases: {load}. Several seeds at once load it.", ""]
+        text += [f"Load average of the host at the fault, {len(loads)} cases: {load}. Several seeds ran at once.", ""]
     for x in faults:
         if not x["right"]:
             told = x["wrong"] or [x["because"]] if x["rank_named"] else (x["wrong"] or x["undecided"] or ["nothing"])

@@ -29,6 +29,7 @@ class Rank:
     beats: bool = True
     cpu: float = 0.9
     exited: AgentEvent | None = None
+    sampled: bool = True
 
 
 class Job:
@@ -82,7 +83,7 @@ class Job:
     def run(self, seconds: float) -> list[Diagnosis]:
         for _ in range(round(seconds / SECONDS)):
             self.now += SECONDS
-            living = tuple(self._sample(r) for r in self.ranks if r.exited is None)
+            living = tuple(self._sample(r) for r in self.ranks if r.sampled and r.exited is None)
             exits = (r.exited for r in self.ranks if r.exited and r.exited.at > self.now - SECONDS)
             events, self.events = (*self.events, *exits), []
             batch = SampleBatch(
@@ -225,6 +226,28 @@ def test_the_abort_of_another_rank_is_not_what_is_told(job: Job) -> None:
     job.exit(2, {"signal": "15", "collectives": f"{step} {3 * step} {3 * step} {3 * step}"})
     (found,) = job.run(4.0)
     assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [2]
+
+
+def test_an_abort_waits_until_the_other_ranks_have_been_sampled(job: Job) -> None:
+    """On a busy machine the samples of the rank that left a collective out come after the abort."""
+    step = int(job.now)
+    skipping(job)
+    for rank in job.ranks:
+        rank.sampled = False
+    job.exit(1, {"signal": "6", "cause": "crashed", "collectives": f"{step} {3 * step + 1} {3 * step} -1"})
+    assert job.run(2.0) == []
+    for rank in job.ranks:
+        rank.sampled = True
+    (found,) = job.run(2.0)
+    assert found.fault_class is FaultClass.USER_CODE and [s.rank for s in found.suspects] == [2]
+
+
+def test_an_abort_of_which_nothing_else_is_heard_is_a_crash(job: Job) -> None:
+    for rank in job.ranks:
+        rank.sampled = False
+    job.exit(1, {"signal": "6", "cause": "crashed"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
 
 
 @pytest.mark.parametrize("aborted", [False, True])

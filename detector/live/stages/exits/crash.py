@@ -222,8 +222,8 @@ OOM_SECONDS = 5.0
 EXCEPTION_UNDECIDED_SECONDS = 0.6
 """At least so long an uncaught exception waits for peers in the same step, where steps are short: ranks of a busy
 machine come to a line one after another."""
-ABORT_SECONDS = 0.7
-"""How long an exit on SIGABRT waits for the exits of peers."""
+ABORT_SECONDS, ABORT_SECONDS_MAX = 0.7, 3.0
+"""How long an exit on SIGABRT waits for the exits of peers; at most, while some live and were not sampled since."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
 UNCAUGHT = "uncaught"
 """Detail of an exception (reporter/page_layout.py) and value of its evidence: nothing caught it, its process ends."""
@@ -251,7 +251,7 @@ class CrashStage(Stage):
             raised = last_exception(fleet, subject)
             if raised is not None and raised.event.detail.get("fingerprint", "") in tick.explained:
                 continue
-            if subject.replica in skipped or _aborted_just_now(subject, now) or awaits_word(subject, now):
+            if subject.replica in skipped or _aborted_just_now(fleet, subject, now) or awaits_word(subject, now):
                 continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
@@ -266,12 +266,15 @@ class CrashStage(Stage):
         return found
 
 
-def _aborted_just_now(subject: MonitoredProcess, now: float) -> bool:
-    """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, so recently that
-    the state of that peer may not be known."""
+def _aborted_just_now(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
+    """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, and the state of
+    that peer may not be known yet."""
     signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
-    is_abort = subject.incarnation == UNCOUNTED and signal in ABORT_SIGNALS
-    return is_abort and now - subject.exit_wall < ABORT_SECONDS
+    if subject.incarnation != UNCOUNTED or signal not in ABORT_SIGNALS:
+        return False
+    peers = (p for p in fleet.peers(subject) if p.replica == subject.replica and not p.gone and p.sample is not None)
+    known = all(p.sample.wall_at + p.offset_seconds >= subject.exit_wall for p in peers)  # type: ignore[union-attr]
+    return now - subject.exit_wall < (ABORT_SECONDS if known else ABORT_SECONDS_MAX)
 
 
 def is_ending(subject: MonitoredProcess, raised: ReceivedException) -> bool:

@@ -275,6 +275,8 @@ def compiled() -> Any:
 def end_with_launcher() -> None:
     """A rank that hangs does not stay when the benchmark ends torchrun."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:  # torchrun ended before
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     )
     row = fleet.find(node or names[0])
     if row is not None:
-        _node(row, cache.by_node.get(row.node, ()), fleet, snapshot)
+        # The chart's library is large, and would delay the table of all nodes.
+        _node(row, cache.by_node.get(row.node, ()), fleet, snapshot, with_chart=node is not None)
 
 
 def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: float) -> None:
@@ -220,12 +221,19 @@ def _burn_in_result(past: nodes.NodeHistory) -> str:
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
-def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot) -> None:
+def _node(
+    row: nodes.NodeRow,
+    found: Sequence[Incident],
+    fleet: nodes.FleetHealth,
+    snapshot: JournalSnapshot,
+    *,
+    with_chart: bool,
+) -> None:
     with st.container(border=True):
         because = f": {escape(row.because, 300)}" if row.because else ""
         st.html(f'<div class="rc"><b>{escape(row.node, 100)}</b> {escape(row.status)}{because}</div>')
         st.html(_replicas(row, snapshot))
-        _incidents(row, found, fleet, snapshot)
+        _incidents(row, found, fleet, snapshot, with_chart=with_chart)
         _codes(row.codes)
         _commands(row.past)
         _burn_ins(row.past)
@@ -284,7 +292,12 @@ def _incident_table(found: Sequence[Incident], snapshot: JournalSnapshot) -> str
 
 
 def _incidents(
-    row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot
+    row: nodes.NodeRow,
+    found: Sequence[Incident],
+    fleet: nodes.FleetHealth,
+    snapshot: JournalSnapshot,
+    *,
+    with_chart: bool,
 ) -> None:
     st.markdown("**Incidents**")
     if not found:
@@ -295,7 +308,7 @@ def _incidents(
         f"{fleet.median_hour:g}, {fleet.median_day:g}, {fleet.median_month:g}"
     )
     newest = sorted(found, key=lambda i: (i.closed_at is not None, -i.opened_at))[:NODE_INCIDENTS_SHOWN]
-    if len(newest) > 1:
+    if with_chart and len(newest) > 1:
         st.altair_chart(_incidents_chart(newest), width="stretch")
     with st.container(height=LISTED_PIXELS if len(newest) > LISTED_INCIDENTS else "content", border=False):
         st.html(_incident_table(newest, snapshot))

@@ -79,6 +79,16 @@ def test_the_panel_of_a_node_shows_incidents_codes_quarantines_and_burn_ins(made
     assert list(codes["advice"]) == ["drain the machine and reboot it"]
 
 
+def test_the_chart_of_a_node_comes_once_it_is_chosen(made: World) -> None:
+    """Its library is large, and would delay the table of all nodes."""
+    for n in (1, 2):
+        made.open(f"i-{n}", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU)
+    at = page("fleet", made)
+    assert "i-2" in _html(at) and not at.get("vega_lite_chart")
+    at.selectbox(key="fleet.node").select("node-3").run()
+    assert len(at.get("vega_lite_chart")) == 1
+
+
 def test_a_watched_job_has_the_same_states_as_on_the_overview(tmp_path: Path) -> None:
     """The rank of one node hangs, and nobody has seen those of the other for a minute."""
     clock = SystemClock()

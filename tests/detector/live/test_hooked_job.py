@@ -30,6 +30,7 @@ class Rank:
     cpu: float = 0.9
     exited: AgentEvent | None = None
     sampled: bool = True
+    starved: bool = False
 
 
 class Job:
@@ -41,7 +42,7 @@ class Job:
         self.now, self.standing = 0.0, list[Diagnosis]()
         self.events: list[AgentEvent] = []
         self.pulled: tuple[Finding, ...] = ()
-        self._cpu, self._beats = [0.0] * num_ranks, [0] * num_ranks
+        self._cpu, self._beats, self._delay = [0.0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
 
     def _process(self, rank: Rank) -> ProcessId:
         return ProcessId(node=NODE, pid=100 + rank.number, start_ticks=7)
@@ -65,6 +66,7 @@ class Job:
         }
         self._cpu[rank.number] += rank.cpu * SECONDS
         self._beats[rank.number] += 2 * rank.beats
+        self._delay[rank.number] += 0.9 * SECONDS * rank.starved
         return ProcessSample(
             process=self._process(rank),
             role="trainer",
@@ -77,6 +79,7 @@ class Job:
             page_ok=True,
             beats=self._beats[rank.number],
             cpu_seconds=self._cpu[rank.number],
+            main_run_delay_seconds=self._delay[rank.number],
             **{**usual, **rank.fixed},
         )
 
@@ -199,6 +202,27 @@ def test_a_pause_that_was_seen_before_is_not_suspected(job: Job) -> None:
         job.run(3.0)
     job.stand({n: {"phase": "wait"} for n in range(4)})
     assert job.run(6.0) == [] and job.detector.suspicions == ()
+
+
+@pytest.mark.parametrize(("beats", "kind"), [(False, "process stopped, no heartbeat"), (True, "heartbeat continues")])
+def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Job, beats: bool, kind: str) -> None:
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    job.ranks[3].beats, job.ranks[3].starved = beats, True  # so that its heartbeats alone do not name it
+    assert job.run(6.0) == []
+    suspects = job.detector.suspicions[0].suspects[3:]
+    job.pulled = (
+        Finding(
+            detector="stacks",
+            suspects=suspects,
+            fault_class=FaultClass.HANG,
+            onset=WALL + job.now - 6.0,
+            detected_at=WALL + job.now,
+            confidence=0.9,
+            because="stacks",
+        ),
+    )
+    (found,) = job.run(SECONDS)
+    assert [s.rank for s in found.suspects] == [3] and found.because.startswith(f"stacks; {kind}")
 
 
 def skipping(job: Job) -> None:

@@ -12,7 +12,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import NOT_FINITE
 from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.progress.stall import kind_of
-from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stages.stage import EMERGING_BEAT_SECONDS, Stage, Tick
 
 Who = tuple[str, int | None, int | None]
 WEIGHT_SYNC = "weight_sync"
@@ -74,7 +74,9 @@ def _with_kind(found: Finding, fleet: MonitoredProcesses) -> Finding:
     subject = next((s for s in here if s.process == who.process and s.process is not None), None)
     if subject is None:
         return found
-    return replace(found, because=f"{found.because}; {kind_of(subject, subject.stall, False)}")
+    is_silent = subject.beats_seen and subject.beat.wall > EMERGING_BEAT_SECONDS
+    kind = kind_of(subject, subject.beat if is_silent else subject.stall, is_silent)
+    return replace(found, because=f"{found.because}; {kind}")
 
 
 def _who(f: Finding) -> frozenset[Who]:

@@ -32,6 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -51,6 +52,8 @@ FIRST_STEPS = (30, 60)
 START_SECONDS, OOM_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 4.0
 """After the right finding: for wrong ones beside it."""
+BUSY_LOAD = 4.0
+"""Of a host with two cores."""
 OOM_LIMIT_BYTES = 64 << 20
 MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -226,31 +229,31 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
     text = common.header("Beside a torchrun job whose code was not touched", about, seeds, commits)
     text += [
         "Seconds from the fault to the finding that names the rank. Right: class, kind and rank; nobody else is named.",
+        f"Busy: the host's load average was above {BUSY_LOAD:g} at the fault, since several seeds ran at once.",
         "",
-        "| ranks | fault | n | right | rank named | in the bar | median | P25 to P75 | worst | bar |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| ranks | host | fault | n | right | rank named | in the bar | median | P25 to P75 | worst | bar |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     faults = [x for x in lines if x["kind"] == "fault"]
-    for ranks in sorted({x["ranks"] for x in faults}):
-        for fault, expected in FAULTS.items():
-            group = [x for x in faults if (x["ranks"], x["fault"]) == (ranks, fault)]
-            if not group:
-                continue
-            seconds = [x["found_seconds"] for x in group if x["found_seconds"] is not None]
-            in_bar = sum(s <= expected.bar for s in seconds)
-            middle = "- | - | -"
-            if seconds:
-                median, low, high = common.middle_and_spread(seconds)
-                middle = f"{median:.2f} | {low:.2f} to {high:.2f} | {max(seconds):.2f}"
-            right, named = sum(x["right"] for x in group), sum(x["rank_named"] for x in group)
-            text.append(
-                f"| {ranks} | {fault} | {len(group)} | {right} | {named} | {in_bar} | {middle} | {expected.bar:g} |"
-            )
+    groups: dict[tuple[int, bool, str], list[dict[str, Any]]] = defaultdict(list)
+    for x in faults:
+        groups[x["ranks"], x.get("load", 0.0) > BUSY_LOAD, x["fault"]].append(x)
+    order = list(FAULTS)
+    for (ranks, busy, fault), group in sorted(groups.items(), key=lambda g: (*g[0][:2], order.index(g[0][2]))):
+        expected = FAULTS[fault]
+        seconds = [x["found_seconds"] for x in group if x["found_seconds"] is not None]
+        in_bar = sum(s <= expected.bar for s in seconds)
+        middle = "- | - | -"
+        if seconds:
+            median, low, high = common.middle_and_spread(seconds)
+            middle = f"{median:.2f} | {low:.2f} to {high:.2f} | {max(seconds):.2f}"
+        right, named = sum(x["right"] for x in group), sum(x["rank_named"] for x in group)
+        about = f"{ranks} | {'busy' if busy else 'quiet'} | {fault}"
+        text.append(f"| {about} | {len(group)} | {right} | {named} | {in_bar} | {middle} | {expected.bar:g} |")
     text += [""]
-    loads = [x["load"] for x in faults if "load" in x]
+    loads = [x["load"] for x in faults if x.get("load", 0.0) > BUSY_LOAD]
     if loads:
-        load = f"median {statistics.median(loads):.1f}, worst {max(loads):.1f}"
-        text += [f"Load average of the host at the fault, {len(loads)} cases: {load}. Several seeds ran at once.", ""]
+        text += [f"Load average when busy: median {statistics.median(loads):.1f}, worst {max(loads):.1f}.", ""]
     for x in faults:
         if not x["right"]:
             told = x["wrong"] or [x["because"]] if x["rank_named"] else (x["wrong"] or x["undecided"] or ["nothing"])

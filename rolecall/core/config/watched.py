@@ -37,7 +37,7 @@ class WatchedConfig(Section):
     """Without a file: mode observe, and nothing acts."""
 
     recovery: RecoveryConfig = RecoveryConfig()
-    """As in a job file. Mode observe, the default, reports what it would do."""
+    """As in a job file. Mode observe, the default, says what it would do."""
     detector: WatchedDetectorConfig = WatchedDetectorConfig()
     """As in a job file, but for `poll_seconds`, 0.5 by default."""
     actuator: ActuatorConfig | None = None

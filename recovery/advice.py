@@ -30,7 +30,7 @@ def what_to_do(diagnosis: Diagnosis) -> str:
         return f"restart the job without {nodes} and have it checked (rolecall node burn-in)"
     if fault is FaultClass.CANNOT_TELL and len(processes) > 1 and diagnosis.advice in ("", fault.spec.advice):
         return "wait for the second page: it follows if the stacks and dumps that are read now name a rank"
-    settle = f"; it is settled by {diagnosis.settle}" if diagnosis.settle else ""
+    settle = f"; to settle it: {diagnosis.settle}" if diagnosis.settle else ""
     return f"{diagnosis.advice or fault.spec.advice}{settle}"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.errors import ConfigError
+from rolecall.core.text import os_reason
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -13,7 +14,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise ConfigError([f"model.path: {os_reason(e)}"], str(path)) from e
+    except ValueError as e:
         raise ConfigError([f"model.path: {e}"], str(path)) from e
     if not isinstance(config, dict):
         raise ConfigError([f"model.path: expected a mapping, got a {type(config).__name__}"], str(path))

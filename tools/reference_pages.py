@@ -161,7 +161,7 @@ actuator:
 
 | field | type | default | meaning |
 |---|---|---|---|
-| `recovery` | section | mode observe | As in a [job file](job-file.md#recovery). Mode observe tells what it would do. |
+| `recovery` | section | mode observe | As in a [job file](job-file.md#recovery). Mode observe says what it would do. |
 | `detector` | section | | As in a [job file](job-file.md#detector), but for `poll_seconds`, 0.5 by default. |
 """
     fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}

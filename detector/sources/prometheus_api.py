@@ -20,6 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.text import os_reason
 from rolecall.detector.panels.panel import Stopped, pause
 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.2, 5.0
@@ -278,7 +279,7 @@ def is_name(text: str) -> bool:
 
 
 def short(e: BaseException) -> str:
-    return _printable(str(e) or type(e).__name__)
+    return _printable(os_reason(e))
 
 
 def _printable(text: object) -> str:

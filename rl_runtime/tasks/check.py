@@ -254,6 +254,7 @@ def _check_layers(job: JobConfig) -> str:
     from rolecall.rl_runtime.tensor_parallel import tensor_plan
 
     folder = Path(job.model.path or "")
+    read_config(folder)  # a folder without one is the same problem as elsewhere, in the same words
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         with torch.device("meta"):

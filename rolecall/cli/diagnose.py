@@ -87,8 +87,8 @@ def diagnose(
     Names the machine, the onset of its fault and the evidence. Reads kernel logs, Flight Recorder dumps, stacks, NCCL's
     answers and recordings of metrics.
 
-    Exit code 0: healthy, or nobody is suspected; 1: a fault was found, or cannot be told among suspects that are named;
-    2: wrong usage, unreadable input, or a folder without a file of a known kind."""
+    Exit code 0: healthy, or nothing is suspected; 1: a fault was found, or suspects are named and the evidence does not
+    decide between them; 2: wrong usage, unreadable input, or a folder without a file of a known kind."""
     from rolecall.diagnose import diagnose as diagnosing
     from rolecall.diagnose import standard_input
     from rolecall.terminal import findings

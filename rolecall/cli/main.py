@@ -94,7 +94,7 @@ def _rolecall(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Keep LLM RL post-training runs productive while machines fail: diagnose the faulty machine, replace its role."""
+    """Keep LLM RL post-training runs productive while machines fail: diagnose and replace the replica at fault."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -57,16 +57,16 @@ def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROO
 
 
 def _start_of(run: RunDir) -> str:
-    """The command that watches the run of `rolecall watch agents` again, with the options that the run directory does
-    not hold; empty for another."""
-    urls = list((run.read().get("agents") or {}).values())
-    if not urls:
+    """The command that watches the run of `rolecall watch agents` again, and the options to add; empty for another run.
+    Agents are given with their nodes: an address alone is refused while its agent does not answer."""
+    agents: dict[str, str] = run.read().get("agents") or {}
+    if not agents:
         return ""
     root = run.path.parent
     runs = "" if run.shell_name == run.run_id else f" --runs {shlex.quote(str(root))}"
-    named = ",".join(urls) if len(urls) <= AGENTS_SHOWN_MAX else "AGENTS"
+    named = ",".join(f"{n}={url}" for n, url in agents.items()) if len(agents) <= AGENTS_SHOWN_MAX else "AGENTS"
     command = f"rolecall watch agents {shlex.quote(named)} --id {run.run_id}{runs}"
-    return f"{command} (add its --job, --credentials and --webhook, if it had them)"
+    return f"{command} (add its --config, --job, --credentials, --webhook and --metrics, if it had them)"
 
 
 @app.command(epilog=examples('rolecall pause --reason "network maintenance until 18:00"'))

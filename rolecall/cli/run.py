@@ -92,6 +92,8 @@ def demo(
     from rolecall.rl_runtime.faults.injector import KINDS
     from rolecall.session.demo import demo_job, parse_faults
 
+    if hold_minutes >= minutes_max:
+        raise ConfigError([f"--hold-minutes: must be less than --minutes-max ({minutes_max:g}), got {hold_minutes:g}"])
     names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
     allowed = bool(names) or allow_injection
     job = demo_job(

@@ -167,9 +167,10 @@ def open_run_dir(root: Path, which: str) -> RunDir:
     if newest and which == "latest":
         return RunDir((root / newest[0]).resolve())
     unknown = "" if which == "latest" else f"{_why_no_run(root, which)}; "
+    searched = root.absolute()  # the default is below the working directory, which may be another one than the run's
     if not newest:
-        raise RunNotFound(f"{unknown}no runs in {root}; try `rolecall demo` or --runs DIR")
-    raise RunNotFound(f"{unknown}{root} holds, newest first: {_some(newest)}")
+        raise RunNotFound(f"{unknown}no runs in {searched}; try `rolecall demo` or --runs DIR")
+    raise RunNotFound(f"{unknown}{searched} holds, newest first: {_some(newest)}")
 
 
 def find_run_dir(root: Path, which: str) -> RunDir | None:

@@ -275,6 +275,14 @@ def test_without_runs_the_next_step_is_suggested(tmp_path: Path, capsys: pytest.
         assert code == 2 and f"no runs in {tmp_path}; try `rolecall demo` or --runs DIR" in err
 
 
+def test_a_missing_run_is_reported_with_the_whole_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = _run(capsys, "status", "my-run", "--runs", "runs")
+    assert code == 2 and f"no runs in {tmp_path / 'runs'}; " in err
+
+
 def test_an_unknown_run_lists_those_that_there_are(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = _run(capsys, "status", "other", "--runs", str(fake_run.path.parent))
     assert code == 2 and f"newest first: {fake_run.run_id}" in err

@@ -51,10 +51,11 @@ def test_what_only_a_run_of_rolecall_has_is_refused(
 
 
 @pytest.mark.usefixtures("job")
-def test_the_hint_names_the_command_that_was_used(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hint_names_a_command_that_works_while_an_agent_is_down(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "my-job"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"start one: rolecall watch agents {URL} --id my-job (add its --job, --credentials and --webhook" in said
+    command = f"rolecall watch agents node-7={URL} --id my-job"
+    assert f"start one: {command} (add its --config, --job, --credentials, --webhook and --metrics" in said
 
 
 def test_open_incidents_come_first_then_the_newest(job: RunDir) -> None:

@@ -18,7 +18,7 @@ def test_it_is_short() -> None:
 def test_numbers_of_the_soak_are_those_of_its_report() -> None:
     report = (ROOT / "benchmarks/results/soak_2cores-24gib-cpu_202611.md").read_text()
     named = {"rollout killed during generation": "rollout-kill", "trainer rank hangs": "trainer-hang"}
-    named["rollout slowed four times"] = "rollout-slow"
+    named["rollout made four times slower"] = "rollout-slow"
     for title, kind in named.items():
         [row] = [line for line in README.splitlines() if line.startswith(f"| {title} |")]
         [measured] = [x for x in report.splitlines() if x.startswith(f"| {kind} |") and "| fault to finding |" in x]

@@ -69,7 +69,7 @@ def _exited(**values: float) -> Diagnosis:
         (_diagnosis(FaultClass.USER_CODE, ranks=0, advice="fix the code"), "fix the code"),
         (_diagnosis(FaultClass.SLOW), "see what else runs on vm"),
         (_diagnosis(FaultClass.GPU), "restart the job without vm and have it checked"),
-        (_diagnosis(FaultClass.CANNOT_TELL, advice="wait", settle="stacks"), "wait; it is settled by stacks"),
+        (_diagnosis(FaultClass.CANNOT_TELL, advice="wait", settle="stacks"), "wait; to settle it: stacks"),
         (_diagnosis(FaultClass.CANNOT_TELL, ranks=2), "wait for the second page"),
     ],
 )

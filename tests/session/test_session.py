@@ -113,6 +113,11 @@ def test_minutes_of_the_command_line_are_seconds_of_the_run(tmp_path: Path, monk
     assert asked == [90.0]
 
 
+def test_a_demo_that_would_be_stopped_before_it_may_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--hold-minutes", "10"]) == 2
+    assert "--hold-minutes: must be less than --minutes-max (10), got 10" in capsys.readouterr().err
+
+
 def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path) -> None:
     clock = FakeClock()
     session = Session(

@@ -37,7 +37,7 @@ class WatchedConfig(Section):
     """Without a file: mode observe, and nothing acts."""
 
     recovery: RecoveryConfig = RecoveryConfig()
-    """As in a job file. Mode observe, the default, tells what it would do."""
+    """As in a job file. Mode observe, the default, says what it would do."""
     detector: WatchedDetectorConfig = WatchedDetectorConfig()
     """As in a job file, but for `poll_seconds`, 0.5 by default."""
     actuator: ActuatorConfig | None = None
@@ -46,8 +46,8 @@ class WatchedConfig(Section):
     """Roles whose replicas may be replaced, as [rollout]; needed with an actuator. A replica of another role, of this
     job or of another one on the same nodes, is never touched: on-call is paged."""
     orphans: ReaperConfig | None = None
-    """What ends engine processes whose server is gone, in mode act, or once approved; needs an actuator. null: on-call
-    is told the command that ends each."""
+    """What ends engine processes whose server is gone, in mode act, or once approved; needs an actuator. null: the
+    page to on-call has the command that ends each."""
     deadline_seconds: Seconds = 300.0
     """Of one action, all its calls together."""
     nvsentinel: NvSentinelConfig | None = None

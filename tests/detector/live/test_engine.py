@@ -16,7 +16,13 @@ from rolecall.core.telemetry import Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.monitored_process import GAPS_KEPT, ProgressGaps, learned_deadline, single_deadline
+from rolecall.detector.live.monitored_process import (
+    GAPS_KEPT,
+    GAPS_MIN,
+    ProgressGaps,
+    learned_deadline,
+    single_deadline,
+)
 from rolecall.detector.live.stages.stage import phase_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
@@ -155,6 +161,27 @@ def test_the_deadline_of_a_replacement_is_three_times_the_longest_start(one: flo
     assert single_deadline(shorter, n, CONFIG).seconds <= deadline.seconds
     short = DetectorConfig(first_unit_seconds=5.0)
     assert single_deadline(longer, n, short).seconds == short.first_unit_seconds, "the setting is the upper bound"
+
+
+def test_a_phase_that_was_hardly_seen_has_the_deadline_of_the_longest_other_phase() -> None:
+    """As docs/howto/frameworks.md says it of a reward function that returns at once."""
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    for o in fleet.run(45.0):
+        detector.observe(o)
+    processes = detector._fleet
+    (trainer, *_) = [p for p in processes.current() if p.role == "trainer"]
+    assert trainer.sample is not None
+    trainer.sample = replace(trainer.sample, phase=Phase.SCORE)
+    trainer.stall.cpu = 0.0  # one that uses CPU has more time
+    for _ in range(GAPS_MIN - 1):
+        processes.gaps.add("trainer", Phase.SCORE, 0.01)
+    longest = processes.gaps.p99_of_role("trainer")
+    assert longest is not None and CONFIG.hang_p99_factor * longest > CONFIG.hang_floor_seconds
+    assert phase_deadline(processes, trainer, CONFIG) == learned_deadline(longest, CONFIG)
+    processes.gaps.add("trainer", Phase.SCORE, 0.01)
+    assert phase_deadline(processes, trainer, CONFIG) == learned_deadline(0.01, CONFIG), "eight times: its own"
+    processes.gaps = ProgressGaps()
+    assert phase_deadline(processes, trainer, CONFIG).seconds == CONFIG.first_unit_seconds, "nothing was seen"
 
 
 @given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99))

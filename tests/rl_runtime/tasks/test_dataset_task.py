@@ -275,6 +275,15 @@ def test_a_strange_config_is_named(folder: Path, change: Any, why: str) -> None:
         _architectures(read_config(folder / "model"), "")
 
 
+def test_a_folder_without_a_config_is_one_problem_whichever_check_sees_it(folder: Path) -> None:
+    path = folder / "model" / "config.json"
+    path.unlink()
+    for check in (lambda: read_config(path.parent), lambda: _check_layers(job_of(folder))):
+        with pytest.raises(ConfigError) as refused:
+            check()
+        assert str(refused.value) == f"{path}: model.path: No such file or directory"
+
+
 def test_an_empty_text_config_is_none(folder: Path) -> None:
     path = folder / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": None}))

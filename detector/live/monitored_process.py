@@ -106,17 +106,33 @@ def capped(factor: float, p99: float, config: DetectorConfig) -> str:
     return found if factor * p99 <= ceiling else f"min({ceiling:g}, {found})"
 
 
-def learned_deadline(p99: float | None, config: DetectorConfig, median: float = 0.0) -> Deadline:
-    """k x P99, at most the ceiling or 3 x median, at least the floor; without a P99, the first-unit deadline."""
+EARLY_SECONDS = 120.0
+"""Of a phase that a role has been in, but not often enough for a P99; or the first-unit deadline, if that is less."""
+
+
+def learned_deadline(
+    p99: float | None, config: DetectorConfig, median: float = 0.0, longest: float | None = None
+) -> Deadline:
+    """k x P99, at most the ceiling or 3 x median, at least the floor; without a P99, the first-unit deadline.
+
+    `longest`: unit of a phase that was seen too seldom for a P99 of its own. Its deadline is at least 3 x that."""
     if p99 is None:
-        seconds = config.first_unit_seconds
-        return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)
-    floor, factor = config.hang_floor_seconds, config.hang_p99_factor
-    seconds = max(floor, min(config.hang_ceiling_seconds, factor * p99))
-    text = f"max({floor:g}, {capped(factor, p99, config)})"
-    if LONG_UNITS_FACTOR * median > seconds:
-        seconds, text = LONG_UNITS_FACTOR * median, f"{LONG_UNITS_FACTOR:g} x median {median:.2f}, above the ceiling"
-    return Deadline(seconds=seconds, text=f"{seconds:.1f} s = {text}", learned=True)
+        seconds = config.first_unit_seconds if longest is None else min(config.first_unit_seconds, EARLY_SECONDS)
+        text, learned = f"{seconds:g} s, {'no' if longest is None else 'little'} history yet", False
+    else:
+        floor, factor = config.hang_floor_seconds, config.hang_p99_factor
+        seconds = max(floor, min(config.hang_ceiling_seconds, factor * p99))
+        words = f"max({floor:g}, {capped(factor, p99, config)})"
+        if LONG_UNITS_FACTOR * median > seconds:
+            seconds, words = (
+                LONG_UNITS_FACTOR * median,
+                f"{LONG_UNITS_FACTOR:g} x median {median:.2f}, above the ceiling",
+            )
+        text, learned = f"{seconds:.1f} s = {words}", True
+    if longest is not None and LONG_UNITS_FACTOR * longest > seconds:
+        seconds = LONG_UNITS_FACTOR * longest
+        text, learned = f"{seconds:.1f} s = {LONG_UNITS_FACTOR:g} x longest {longest:.2f}, little history yet", True
+    return Deadline(seconds=seconds, text=text, learned=learned)
 
 
 SINGLE_PHASES = frozenset({Phase.START, Phase.COPY})
@@ -170,6 +186,9 @@ STARVED_SMOOTHING_SECONDS = 15.0
 EXPERIENCED_UNITS = 8
 """Units of work (two steps of four microbatches) after which an incarnation has been in every phase of its work: from
 then on an unobserved phase is too short to be sampled, not possibly long."""
+
+USER_HZ = 100.0
+"""Start ticks per second: proc(5), on every usual Linux."""
 
 RESTS_MAX = 8
 """Alignment points of collective counters kept per subject."""
@@ -339,6 +358,15 @@ class MonitoredProcess:
     @property
     def experienced(self) -> bool:
         return self.worked >= EXPERIENCED_UNITS
+
+    @property
+    def mean_unit_seconds(self) -> float | None:
+        """From its start to its last unit of work, by its own count: for a watch that began later. None before enough
+        units."""
+        s = self.sample
+        if s is None or s.progress < EXPERIENCED_UNITS:
+            return None
+        return max(0.0, s.progress_at - s.process.start_ticks / USER_HZ) / s.progress
 
     @property
     def progress_due(self) -> bool:

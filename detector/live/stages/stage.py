@@ -99,14 +99,16 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     if phase in SINGLE_PHASES:
         return single_deadline(fleet.gaps.longest(role, phase), subject.incarnation, config)
     if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
-        return learned_deadline(None, config)
-    p99 = fleet.gaps.p99(role, phase)
+        return learned_deadline(None, config, longest=None if phase in RARE_PHASES else subject.mean_unit_seconds)
+    p99, longest = fleet.gaps.p99(role, phase), None
     if p99 is None and phase not in RARE_PHASES:
-        p99 = fleet.gaps.p99_of_role(role)
+        p99, longest = fleet.gaps.p99_of_role(role), fleet.gaps.longest(role, phase)
         if p99 is None and phase in MEASURED_PHASES:
             p99 = fleet.gaps.p99(role, UNITS)
+        if p99 is None and longest is None:
+            longest = subject.mean_unit_seconds
     is_long = p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds
-    deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0)
+    deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0, longest)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
     seconds = min(longer, config.hang_ceiling_seconds)
     if p99 and seconds > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:

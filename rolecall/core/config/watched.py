@@ -19,11 +19,15 @@ from rolecall.core.ids import ID_PATTERN
 
 
 class WatchedDetectorConfig(DetectorConfig):
-    """As in a job file, with another default."""
+    """As in a job file, with other defaults."""
 
     poll_seconds: Seconds = 0.5
     """Interval of requests for samples, which delays findings from samples by half of it; longer over hundreds of
     agents. Events are not delayed."""
+    first_unit_seconds: Seconds = 1800.0
+    """Deadline of a phase that its role was never seen to finish, as the first step of a job: loading a large model,
+    compiling and a first generation take many minutes. A phase that was seen less than eight times has 120 s, or three
+    times its longest, if that is more."""
 
 
 class NvSentinelConfig(KubernetesServer):
@@ -39,7 +43,7 @@ class WatchedConfig(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     """As in a job file. Mode observe, the default, says what it would do."""
     detector: WatchedDetectorConfig = WatchedDetectorConfig()
-    """As in a job file, but for `poll_seconds`, 0.5 by default."""
+    """As in a job file, but for two defaults: `poll_seconds` 0.5, `first_unit_seconds` 1800."""
     actuator: ActuatorConfig | None = None
     """What replaces a replica. null: nothing acts; on-call is told what to do."""
     roles: tuple[str, ...] = ()

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.core.config.job import DetectorConfig
+from rolecall.core.config.watched import WatchedConfig
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
@@ -182,6 +184,51 @@ def test_a_phase_that_was_hardly_seen_has_the_deadline_of_the_longest_other_phas
     assert phase_deadline(processes, trainer, CONFIG) == learned_deadline(0.01, CONFIG), "eight times: its own"
     processes.gaps = ProgressGaps()
     assert phase_deadline(processes, trainer, CONFIG).seconds == CONFIG.first_unit_seconds, "nothing was seen"
+
+
+def test_a_phase_that_was_seldom_seen_may_take_three_times_its_longest() -> None:
+    """A trainer generates once for several steps: many short steps say nothing of a long generation."""
+    watched = WatchedConfig().detector
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    for o in fleet.run(45.0):
+        detector.observe(o)
+    processes = detector._fleet
+    (trainer, *_) = [p for p in processes.current() if p.role == "trainer"]
+    assert trainer.sample is not None
+    trainer.sample = replace(trainer.sample, phase=Phase.SCORE, progress=0)
+    processes.gaps.add("trainer", Phase.SCORE, 100.0)
+    assert phase_deadline(processes, trainer, CONFIG).seconds == 300.0
+    processes.gaps = ProgressGaps()
+    assert phase_deadline(processes, trainer, watched).seconds == 1800.0, "nothing was seen"
+    processes.gaps.add("trainer", Phase.SCORE, 1.0)
+    assert phase_deadline(processes, trainer, watched).seconds == 120.0
+    processes.gaps.add("trainer", Phase.SCORE, 100.0)
+    deadline = phase_deadline(processes, trainer, watched)
+    assert deadline.text == "300.0 s = 3 x longest 100.00, little history yet"
+
+
+@pytest.mark.parametrize(
+    ("progress", "seconds", "expected"),
+    [
+        pytest.param(0, 900.0, 1800.0, id="the first step of a job"),
+        pytest.param(40, 20.0, 120.0, id="a watch that began after 40 short steps"),
+        pytest.param(40, 24_000.0, 1800.0, id="a watch that began after 40 steps of ten minutes"),
+    ],
+)
+def test_a_watch_that_has_seen_nothing_goes_by_what_the_process_has_counted(
+    progress: int, seconds: float, expected: float
+) -> None:
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    for o in fleet.run(1.0):
+        detector.observe(o)
+    (trainer, *_) = [p for p in detector._fleet.current() if p.role == "trainer"]
+    assert trainer.sample is not None and not trainer.phases_done
+    started = ProcessId(node=NodeId("node-1"), pid=1, start_ticks=100_00)
+    at = 100.0 + seconds
+    trainer.sample = replace(
+        trainer.sample, phase=Phase.STEP, process=started, progress=progress, progress_at=at, at=at
+    )
+    assert phase_deadline(detector._fleet, trainer, WatchedConfig().detector).seconds == expected
 
 
 @given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99))

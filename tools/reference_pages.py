@@ -162,7 +162,7 @@ actuator:
 | field | type | default | meaning |
 |---|---|---|---|
 | `recovery` | section | mode observe | As in a [job file](job-file.md#recovery). Mode observe says what it would do. |
-| `detector` | section | | As in a [job file](job-file.md#detector), but for two defaults: `poll_seconds` is 0.5, and `first_unit_seconds`, the deadline of a phase that the job's role was never seen to finish, 1800. |
+| `detector` | section | | As in a [job file](job-file.md#detector); `poll_seconds` 0.5, `first_unit_seconds` 1800. |
 """
     fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}
     actuators = _sections_in(fields.pop("actuator").annotation)

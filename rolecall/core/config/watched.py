@@ -43,7 +43,7 @@ class WatchedConfig(Section):
     recovery: RecoveryConfig = RecoveryConfig()
     """As in a job file. Mode observe, the default, says what it would do."""
     detector: WatchedDetectorConfig = WatchedDetectorConfig()
-    """As in a job file, but for two defaults: `poll_seconds` 0.5, `first_unit_seconds` 1800."""
+    """As in a job file, but `poll_seconds` is 0.5, `first_unit_seconds` 1800."""
     actuator: ActuatorConfig | None = None
     """What replaces a replica. null: nothing acts; on-call is told what to do."""
     roles: tuple[str, ...] = ()

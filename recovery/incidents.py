@@ -183,7 +183,12 @@ class Incident:
     @property
     def first_diagnosis(self) -> Diagnosis:
         """The one that opened it: its times are those of the fault, a newer one only knows more about it."""
-        return (*self.earlier_diagnoses, self.diagnosis)[0]
+        return self.diagnoses[0]
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis, ...]:
+        """All, oldest first."""
+        return (*self.earlier_diagnoses, self.diagnosis)
 
     @property
     def told_before(self) -> tuple[Diagnosis, ...]:
@@ -194,7 +199,7 @@ class Incident:
     @property
     def suspects(self) -> tuple[Suspect, ...]:
         """Of all its diagnoses: they are updated, and a replacement may fail too."""
-        return tuple(s for d in (*self.earlier_diagnoses, self.diagnosis) for s in d.suspects)
+        return tuple(s for d in self.diagnoses for s in d.suspects)
 
     @property
     def action_started_at(self) -> float | None:

@@ -340,7 +340,8 @@ class Watch:
             self._evidence.written(collected)
 
     def _update(self, incident: Incident, diagnosis: Diagnosis, relation: str) -> None:
-        key = f"{incident.incident_id}:updated:{diagnosis.key}"
+        ranks = ",".join(sorted(str(s.rank) for s in diagnosis.suspects))
+        key = f"{incident.incident_id}:updated:{diagnosis.key}:{ranks}"
         self._write(IncidentUpdated(diagnosis=diagnosis, relation=relation), key=key, incident=incident)
 
     def _would_act(self, diagnosis: Diagnosis) -> bool:

@@ -64,6 +64,8 @@ WINDOW_NAME = "observations"
 """Journal window with what the detectors had read when the incident was opened."""
 NUMBER_TRIES_MAX = 20
 """Numbers tried for a new incident: others may be opened at the same moment, but not that many."""
+NUM_COLLECTIONS_MAX = 4
+"""Collections of evidence for one incident."""
 STORY_LINES_MAX = 50
 """Events of an incident's history that an error shows."""
 
@@ -189,6 +191,19 @@ class Incident:
     def diagnoses(self) -> tuple[Diagnosis, ...]:
         """All, oldest first."""
         return (*self.earlier_diagnoses, self.diagnosis)
+
+    @property
+    def evidence_due(self) -> list[Diagnosis]:
+        """What evidence is collected for, one collection each: the first diagnosis, and later ones that name others,
+        with these alone."""
+        due, named = list[Diagnosis](), set[tuple[object, ...]]()
+        for diagnosis in self.diagnoses:
+            further = {(s.node, s.replica, s.rank, s.incarnation): s for s in diagnosis.suspects}
+            suspects = tuple(s for who, s in further.items() if who not in named)
+            if suspects or not due:
+                due.append(replace(diagnosis, suspects=suspects))
+            named |= further.keys()
+        return due[:NUM_COLLECTIONS_MAX]
 
     @property
     def told_before(self) -> tuple[Diagnosis, ...]:

@@ -37,7 +37,7 @@ from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
-from rolecall.reports.incident_export import export
+from rolecall.reports.incident_export import evidence_files, export
 from rolecall.reports.redaction import Redactor, redacted
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
@@ -379,6 +379,27 @@ def test_agents_with_a_token_are_asked_although_another_has_none(run: RunDir, fa
     missing = reported(pull).payload.to_body()["missing"]
     pull.close()
     assert missing.count(no_token(list(agents.values()), run.run_id)) == 1 and fake.asked
+
+
+def test_evidence_of_a_further_suspect_replaces_no_file(
+    run: RunDir, fake: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event lists them with their digests. The limit is that of the incident."""
+    fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
+    pull = EvidencePull(run, lambda: {NODE: fake.url}, lambda _: BEARER, lambda: [GONE], SystemClock())
+    names, sizes = list[list[str]](), list[int]()
+    for part in (1, 2, 3):
+        if part == 3:
+            monkeypatch.setattr(evidence_pull, "INCIDENT_BYTES_MAX", sum(sizes))
+        pull.request(INCIDENT, diagnosis([GONE], FaultClass.CRASH), part)
+        collected = reported(pull)
+        assert collected.part == part
+        names.append([Path(file.name).name for file in collected.payload.files])
+        sizes += [file.bytes for file in collected.payload.files]
+    pull.close()
+    assert names == [["kernel-node-1.log"], ["kernel-node-1.2.log"], []]
+    assert sorted(path.name for path in evidence_files(run, INCIDENT)) == ["kernel-node-1.2.log", "kernel-node-1.log"]
+    assert "left out" in collected.payload.missing[0]
 
 
 def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:

@@ -200,6 +200,37 @@ def recording(child: Child, content: dict[str, Any]) -> None:
     child.execute(STALL)
 
 
+def test_the_engine_process_of_a_trainer_rank_that_holds_a_weight_transfer_up_is_told(tmp_path: Path) -> None:
+    def threads(*names: str) -> list[dict[str, Any]]:
+        frames = [dict(zip(("filename", "name"), name.split(":"), strict=True)) for name in names]
+        return [{"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": frames}]
+
+    answers: list[dict[str, Any]] = [
+        {"threads": threads("torch/distributed/distributed_c10d.py:broadcast", "t.py:update_weights")},
+        {
+            "threads": threads("concurrent/futures/_base.py:result", "t.py:update_weights"),
+            "engines": [
+                {"pid": 201, "parent": 101, "title": "VLLM::EngineCore", "is_stopped": False,
+                 "threads": threads("threading.py:wait", "worker.py:load_weights")},
+            ],
+        },
+    ]  # fmt: skip
+    files = []
+    for rank_number, answer in enumerate(answers):
+        path = tmp_path / f"stacks-{rank_number}.json"
+        identity = {"node": "vm", "pid": 100 + rank_number, "replica": "trainer/0", "rank": rank_number}
+        body = json.dumps({**identity, **answer}).encode()
+        path.write_bytes(redacted(EvidenceKind.STACKS, body, Redactor()))
+        who = Suspect(node=NodeId("vm"), role="trainer", replica="trainer/0", rank=rank_number, incarnation=0)
+        files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=True))
+    analysis = analyse_evidence(files)
+    held = "waits for a lock or for another thread of its own: wait (threading.py) < load_weights (worker.py)"
+    assert f"stack: trainer/0 rank 1 (VLLM::EngineCore, pid 201) {held}" in analysis.statements
+    (found,) = analysis.of_a_suspicion()
+    assert (found.fault_class, [s.rank for s in found.suspects]) == (FaultClass.HANG, [1])
+    assert found.because.startswith("trainer/0 rank 1 (VLLM::EngineCore, pid 201) holds the weight sync up")
+
+
 def hanging_job(folder: Path, num_ranks: int, late: int) -> list[dict[str, Any]]:
     """What each rank's Flight Recorder holds when `late` has not entered a collective that the others wait in."""
     job = Job(folder, {WORLD: tuple(range(num_ranks))})

@@ -54,12 +54,13 @@ BUSY_PAUSE_SECONDS = 0.2
 PROBE_SECONDS, PROBE_SECONDS_MAX = 5.0, 300.0
 """Between two probes of a suspicion: the first pause, doubled each time, and the longest."""
 BYTES_MAX = {
-    EvidenceKind.STACKS: 2 << 20,
+    EvidenceKind.STACKS: 6 << 20,
     EvidenceKind.FLIGHT: 8 << 20,
     EvidenceKind.NCCL: 4 << 20,
     EvidenceKind.KERNEL: 1 << 20,
 }
-"""Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries 0.3 to 1 MB."""
+"""Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, as does each engine process below it, a dump of
+2,000 entries 0.3 to 1 MB."""
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500
 """Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX."""

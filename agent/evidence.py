@@ -1,6 +1,7 @@
 """Evidence on demand: Python stacks and the Flight Recorder of a registered process.
 
-Stacks come from py-spy, the Flight Recorder dump from the process itself (agent/reporter/flight_recorder_request.py).
+Stacks come from py-spy, with those of the engine processes below the process (agent/collectors/process/engines.py). The
+Flight Recorder dump comes from the process itself (agent/reporter/flight_recorder_request.py).
 
 py-spy runs with `--nonblocking`: it works on stopped processes and does not pause healthy ones; the price is that the
 stack of a running process may be inconsistent. Local variables are never read. One dump at a time, within a deadline.
@@ -16,9 +17,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.process.engines import engine_processes
 from rolecall.agent.reporter.flight_recorder_request import (
     DUMP_BYTES_MAX,
     REASON_CHARS_MAX,
@@ -29,8 +32,10 @@ from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.clock import Clock
 
 DUMP_SECONDS_MAX = 10.0
-"""20-70 ms on an idle machine; seconds when a whole run shares two cores."""
+"""Of a process and its engines: 20-70 ms each on an idle machine; seconds when a whole run shares two cores."""
 ANSWER_BYTES_MAX = 4 << 20
+ENGINES_BYTES_MAX = 4 << 20
+"""Of all engine processes of one process: 0.3 MB each."""
 FLIGHT_SECONDS_MAX = 10.0
 """The process polls for requests every 0.2 s and writes a dump within milliseconds; a busy one takes longer."""
 FLIGHT_POLL_SECONDS = 0.05
@@ -63,27 +68,49 @@ def find_py_spy() -> str | None:
 class Stacks:
     """Dumps stacks, one process at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock, proc: Path = Path("/proc")) -> None:
+        self._clock, self._proc = clock, proc
         self._py_spy = find_py_spy()
         self._busy = threading.Lock()
 
-    def dump(self, pid: int) -> list[dict[str, Any]]:
-        """Threads of `pid` in py-spy's format: `thread_id, thread_name, active, owns_gil, frames[]`.
+    def dump(self, pid: int) -> dict[str, Any]:
+        """`threads` of `pid` in py-spy's format: `thread_id, thread_name, active, owns_gil, frames[]`, and the same of
+        its `engines`: `pid, parent, title, is_stopped, threads`, or `missing`, why there are none.
 
         Raises:
             EvidenceUnavailable: no py-spy, no permission, no such process, too slow, or busy.
         """
+        with _only_one(self._busy):
+            until = self._clock.monotonic() + DUMP_SECONDS_MAX
+            threads = self._threads(pid, DUMP_SECONDS_MAX)
+            return {"threads": threads, "engines": list(self._engines(pid, until))}
+
+    def _engines(self, pid: int, until: float) -> Iterator[dict[str, Any]]:
+        room = ENGINES_BYTES_MAX
+        for engine in engine_processes(pid, self._proc):
+            about = asdict(engine)
+            try:
+                threads = self._threads(engine.pid, until - self._clock.monotonic())
+                room -= len(json.dumps(threads))
+                if room < 0:
+                    raise EvidenceUnavailable(f"more than {ENGINES_BYTES_MAX} bytes of stacks of engines")
+            except EvidenceUnavailable as e:
+                yield {**about, "threads": [], "missing": str(e)}
+            else:
+                yield {**about, "threads": threads}
+
+    def _threads(self, pid: int, seconds: float) -> list[dict[str, Any]]:
+        """Raises EvidenceUnavailable."""
+        if seconds <= 0:
+            raise EvidenceUnavailable("no time was left")
         if self._py_spy is None:
             raise EvidenceUnavailable("py-spy is not installed")
         command = [self._py_spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
         environment = {k: os.environ[k] for k in ("PATH", "HOME", "LANG") if k in os.environ}
         try:
-            with _only_one(self._busy):
-                done = subprocess.run(
-                    command, capture_output=True, timeout=DUMP_SECONDS_MAX, env=environment, check=False
-                )
+            done = subprocess.run(command, capture_output=True, timeout=seconds, env=environment, check=False)
         except subprocess.TimeoutExpired:
-            raise EvidenceUnavailable(f"py-spy took longer than {DUMP_SECONDS_MAX:.0f} s") from None
+            raise EvidenceUnavailable(f"py-spy took longer than {seconds:.0f} s") from None
         except OSError as e:
             raise EvidenceUnavailable(f"py-spy could not be started: {e}") from None
         if done.returncode != 0:

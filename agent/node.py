@@ -153,7 +153,7 @@ class Agent:
             events=self.events,
             registry=self.registry,
             sampler=self._sampler,
-            stacks=Stacks(),
+            stacks=Stacks(clock, settings.proc),
             flight=FlightRecorders(self._dir / "pages", clock),
             bearer=bearer,
             probes=probes,

@@ -64,6 +64,8 @@ WINDOW_NAME = "observations"
 """Journal window with what the detectors had read when the incident was opened."""
 NUMBER_TRIES_MAX = 20
 """Numbers tried for a new incident: others may be opened at the same moment, but not that many."""
+NUM_COLLECTIONS_MAX = 4
+"""Collections of evidence for one incident."""
 STORY_LINES_MAX = 50
 """Events of an incident's history that an error shows."""
 
@@ -183,7 +185,25 @@ class Incident:
     @property
     def first_diagnosis(self) -> Diagnosis:
         """The one that opened it: its times are those of the fault, a newer one only knows more about it."""
-        return (*self.earlier_diagnoses, self.diagnosis)[0]
+        return self.diagnoses[0]
+
+    @property
+    def diagnoses(self) -> tuple[Diagnosis, ...]:
+        """All, oldest first."""
+        return (*self.earlier_diagnoses, self.diagnosis)
+
+    @property
+    def evidence_due(self) -> list[Diagnosis]:
+        """What evidence is collected for, one collection each: the first diagnosis, and later ones that name others,
+        with these alone."""
+        due, named = list[Diagnosis](), set[tuple[object, ...]]()
+        for diagnosis in self.diagnoses:
+            further = {(s.node, s.replica, s.rank, s.incarnation): s for s in diagnosis.suspects}
+            suspects = tuple(s for who, s in further.items() if who not in named)
+            if suspects or not due:
+                due.append(replace(diagnosis, suspects=suspects))
+            named |= further.keys()
+        return due[:NUM_COLLECTIONS_MAX]
 
     @property
     def told_before(self) -> tuple[Diagnosis, ...]:
@@ -194,7 +214,7 @@ class Incident:
     @property
     def suspects(self) -> tuple[Suspect, ...]:
         """Of all its diagnoses: they are updated, and a replacement may fail too."""
-        return tuple(s for d in (*self.earlier_diagnoses, self.diagnosis) for s in d.suspects)
+        return tuple(s for d in self.diagnoses for s in d.suspects)
 
     @property
     def action_started_at(self) -> float | None:

@@ -50,17 +50,19 @@ class Detector(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidence:
-    """Evidence collected for an incident, and what is missing, as its journal payload."""
+    """Evidence collected for an incident, and what is missing, as its journal payload. `part`: see `request`."""
 
     incident_id: str
     payload: EvidenceCollected
+    part: int = 1
 
 
 class EvidenceCollector(Protocol):
     """Requests an incident's evidence from its providers in separate threads: no call blocks the loop."""
 
-    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        """Starts the collection; it produces at most one `CollectedEvidence`, later."""
+    def request(self, incident_id: str, diagnosis: Diagnosis, part: int = 1) -> None:
+        """Starts a collection; it produces at most one `CollectedEvidence`, later. `part`: how many this incident has,
+        with this one; its files stand beside those of the others."""
 
     def collected(self) -> Sequence[CollectedEvidence]:
         """Evidence completed since the last call."""

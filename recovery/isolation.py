@@ -217,28 +217,39 @@ class FaultTolerantDetector:
             return {}
 
 
+def evidence_key(incident_id: str, part: int) -> str:
+    """Of the event of one collection."""
+    return f"{incident_id}:evidence" + (f":{part}" if part > 1 else "")
+
+
 class EvidenceRecorder:
     """Evidence of incidents, on its way from the collector to the journal. Owned by one watch."""
 
     def __init__(self, evidence_collector: EvidenceCollector | None) -> None:
         self._collector = evidence_collector
         self._unwritten: list[CollectedEvidence] = []
+        self._requested: set[str] = set()  # keys of the events
 
-    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        if self._collector is None:
+    def request(self, incident: Incident) -> None:
+        """Requests what is due of an incident and was not requested yet."""
+        if self._collector is None or incident.requested_by_operator:
             return
-        try:
-            self._collector.request(incident_id, diagnosis)
-        except Exception:
-            # Deliberate: see the module docstring.
-            logger.exception("evidence of %s cannot be requested", incident_id)
+        for part, diagnosis in enumerate(incident.evidence_due, 1):
+            key = evidence_key(incident.incident_id, part)
+            if key in self._requested:
+                continue
+            self._requested.add(key)
+            try:
+                self._collector.request(incident.incident_id, diagnosis, part)
+            except Exception:
+                # Deliberate: see the module docstring.
+                logger.exception("evidence of %s cannot be requested", incident.incident_id)
 
     def adopt(self, journal: Journal, incidents: Iterable[Incident]) -> None:
         """Requests the evidence that the previous watch had not written when it died."""
-        written_ids = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
+        self._requested |= {str(e.key) for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
         for incident in incidents:
-            if incident.incident_id not in written_ids and not incident.requested_by_operator:
-                self.request(incident.incident_id, incident.diagnosis)
+            self.request(incident)
 
     def collected(self) -> list[CollectedEvidence]:
         """Evidence not yet confirmed by `written`, so that an unavailable journal loses nothing."""

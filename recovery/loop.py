@@ -57,7 +57,7 @@ from rolecall.recovery.incidents import (
     open_incident,
 )
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
-from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
+from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures, evidence_key
 from rolecall.recovery.next_step import (
     Append,
     Decide,
@@ -309,7 +309,7 @@ class Watch:
             # Processes of a stopping job end; that is no fault.
             name = open_incident(self._journal, self._projection, diagnosis, lease=self._lease)
             self._windows_to_keep.append(name)
-            self._evidence.request(name, diagnosis)
+            self._evidence.request(self._projection.incidents[name])
         elif taken.kind is TriageAction.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: after a crash between the two, the update alone would hide it.
             self._append(incident, failed(incident, incident.attempt, ActionFailure.DIED, taken.because))
@@ -336,12 +336,15 @@ class Watch:
         for collected in self._evidence.collected():
             incident = self._projection.incidents.get(collected.incident_id)
             if incident is not None:
-                self._write(collected.payload, key=f"{incident.incident_id}:evidence", incident=incident)
+                key = evidence_key(incident.incident_id, collected.part)
+                self._write(collected.payload, key=key, incident=incident)
             self._evidence.written(collected)
 
     def _update(self, incident: Incident, diagnosis: Diagnosis, relation: str) -> None:
-        key = f"{incident.incident_id}:updated:{diagnosis.key}"
+        ranks = ",".join(sorted(str(s.rank) for s in diagnosis.suspects))
+        key = f"{incident.incident_id}:updated:{diagnosis.key}:{ranks}"
         self._write(IncidentUpdated(diagnosis=diagnosis, relation=relation), key=key, incident=incident)
+        self._evidence.request(self._projection.incidents[incident.incident_id])
 
     def _would_act(self, diagnosis: Diagnosis) -> bool:
         """Whether policy would now act on what it tolerated before: a slow replica got slower, or there is a node by

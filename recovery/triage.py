@@ -88,7 +88,8 @@ def _ignored(incident: Incident, because: str) -> TriageDecision:
 
 def _against_open(diagnosis: Diagnosis, incident: Incident, worked: frozenset[str]) -> TriageDecision | None:
     incident_id, spec = incident.incident_id, diagnosis.fault_class.spec
-    if diagnosis.key in incident.seen_keys:
+    told = [s for d in incident.diagnoses if d.fault_class is diagnosis.fault_class for s in d.suspects]
+    if diagnosis.key in incident.seen_keys and not diagnosis.further_ranks(told):
         return _ignored(incident, f"{incident_id} already covers it")
     named = {s.replica: s.incarnation for s in diagnosis.suspects if s.replica}
     handled = incident.handled
@@ -120,15 +121,16 @@ def _against_open(diagnosis: Diagnosis, incident: Incident, worked: frozenset[st
 
 def _relation(diagnosis: Diagnosis, incident: Incident, shared: Sequence[str]) -> str:
     """Of a diagnosis to the open incident of the same replicas."""
-    before = {(s.replica, s.rank) for s in incident.suspects if s.replica in shared}
-    now = {(s.replica, s.rank) for s in diagnosis.suspects if s.replica in shared}
-    is_known = all(rank is not None for _, rank in before | now)
-    if is_known and not before & now:
-        ranks = ", ".join(f"rank {rank} of {replica}" for replica, rank in sorted(now, key=str))
-        return f"a second fault of a replica whose incident is open: now {ranks}"
-    word = in_words(incident.diagnosis.fault_class)
-    if diagnosis.fault_class is incident.diagnosis.fault_class:
+    further = [who for who in diagnosis.further_ranks(incident.suspects) if who[0] in shared]
+    named = {(s.replica, s.rank) for s in diagnosis.suspects if s.replica in shared}
+    is_same = diagnosis.fault_class is incident.diagnosis.fault_class
+    if further and (is_same or named == set(further)):
+        ranks = ", ".join(f"rank {rank} of {replica}" for replica, rank in further)
+        too = " too" if len(named) > len(further) else ""
+        return f"a second fault of a replica whose incident is open: now {ranks}{too}"
+    if is_same:
         return "more is known of the same fault"
+    word = in_words(incident.diagnosis.fault_class)
     return f"it was diagnosed as {word} before: more is known of the fault, or another one of these processes began"
 
 
@@ -215,7 +217,7 @@ def suspected_once(incidents: Iterable[Incident], fleet: FleetView) -> list[tupl
     for incident in incidents:
         if incident.review is not None and not incident.review.right:
             continue
-        for diagnosis in (*incident.earlier_diagnoses, incident.diagnosis):
+        for diagnosis in incident.diagnoses:
             for suspect in diagnosis.suspects if ONCE in diagnosis.detectors else ():
                 view = fleet.find(suspect.replica)
                 if view is not None and view.desired_incarnation == suspect.incarnation and suspect.node:

@@ -84,7 +84,8 @@ ENDPOINTS = (
     Endpoint(
         "/v1/evidence/stacks",
         "evidence_stacks",
-        "JSON: Python stacks of a registered process, by py-spy, without local variables",
+        "JSON: Python stacks of a registered process and of the engine processes below it, by py-spy, without local "
+        "variables",
         "pid=P",
         bearer=True,
     ),
@@ -207,11 +208,9 @@ class Routes:
         registration = self._registered(request)
         pid = registration.process.pid
         with _unavailable():
-            threads = self.stacks.dump(pid)
+            stacks = self.stacks.dump(pid)
         identity = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
-        return json_response(
-            {"node": self.node, "pid": pid, **identity, "at": self.clock.monotonic(), "threads": threads}
-        )
+        return json_response({"node": self.node, "pid": pid, **identity, "at": self.clock.monotonic(), **stacks})
 
     def evidence_flight_recorder(self, request: Request) -> Response:
         """PyTorch's own dump, as a file for `rolecall diagnose`; works while the main thread hangs."""

@@ -4,7 +4,8 @@ Rules for live findings (`fuse`), in order:
   a finding that continues a standing fault is reported under its diagnosis (`FaultSpec.absorbs`): a hung process that
   exits was killed by an operator or a timeout, which is not a second fault;
   a finding explained by another one is dropped (`FaultSpec.suppresses`): a crashed process is not also slow;
-  when more than half of a role is slow at once, comparison with peers is invalid and becomes `cannot_tell`.
+  when more than half of a role is slow at once, comparison with peers is invalid and becomes `cannot_tell`;
+  findings of one detector about several ranks of a replica are one diagnosis, which names them all.
 
 Findings of metric panels are the weakest evidence: they are reported only if nothing else explains them
 (detector/live/stages/evidence/panels.py).
@@ -38,6 +39,9 @@ from rolecall.detector.base.findings import (
 
 ADVICE_ON_PANELS = "inspect it; nothing is replaced for this alone"
 
+NUM_TOLD_MAX = 4
+"""Ranks of a replica whose own sentences and evidence a diagnosis keeps, if several have the same fault."""
+
 Incarnation = tuple[str, int | None]
 
 
@@ -52,16 +56,35 @@ def fuse(
     another explanation."""
     kept = _drop_consequences(_keep_reported(findings, standing))
     kept = _drop_majority_suspects(kept, role_sizes, now)
-    current: dict[str, Diagnosis] = {}
-    for finding in (*kept, *of_panels):
-        diagnosis = to_diagnosis(finding)
-        before = standing.get(diagnosis.key, diagnosis)
+    found = [to_diagnosis(finding) for finding in (*kept, *of_panels)]
+    lasting = {d.key for d in found if d.key in standing and not d.further_ranks(standing[d.key].suspects)}
+    current: dict[str, list[Diagnosis]] = {}
+    for diagnosis in found:
+        before = standing[diagnosis.key] if diagnosis.key in lasting else diagnosis
         if on_panels_alone(before) and not on_panels_alone(diagnosis):
             # The slowdown of a process named by a panel is now measured. Keep the GPU evidence: it may be the cause.
             of_gpus = tuple(e for e in before.evidence if e.kind == OF_GPU)
             before = replace(diagnosis, evidence=(*diagnosis.evidence, *of_gpus))
-        current.setdefault(diagnosis.key, before)
-    return list(current.values())
+        alike = current.setdefault(diagnosis.key, [before])
+        named = [s for d in alike for s in d.suspects]
+        # Of another detector: its view of the same fault, after a cause that was found before it.
+        if diagnosis.detectors == alike[0].detectors and diagnosis.further_ranks(named):
+            alike.append(diagnosis)
+    return [_of_ranks(alike, standing) if len(alike) > 1 else alike[0] for alike in current.values()]
+
+
+def _of_ranks(alike: Sequence[Diagnosis], standing: Mapping[str, Diagnosis]) -> Diagnosis:
+    """Diagnoses of several ranks of the same replicas as one."""
+    told, num_more = alike[:NUM_TOLD_MAX], len(alike[NUM_TOLD_MAX:])
+    both = replace(
+        alike[0],
+        suspects=tuple(s for d in alike for s in d.suspects),
+        onset=min(d.onset for d in alike),
+        because="; ".join([d.because for d in told] + [f"and {num_more} more of its ranks"] * (num_more > 0)),
+        evidence=tuple(e for d in told for e in d.evidence),
+    )
+    stood = standing.get(both.key, both)
+    return both if both.further_ranks(stood.suspects) else stood
 
 
 def on_panels_alone(d: Diagnosis) -> bool:

@@ -6,6 +6,7 @@ response to a diagnosis; an approval is bound to its hash.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
@@ -134,9 +135,20 @@ class Diagnosis:
 
     @property
     def key(self) -> str:
-        """Identity of the fault: the same suspects' incarnations with the same class are the same fault."""
+        """Identity of the fault: the same suspects' incarnations with the same class are the same fault, unless
+        they are of another rank (`further_ranks`)."""
         who = ",".join(sorted(f"{s.replica or s.node}#{s.incarnation}" for s in self.suspects))
         return f"{self.fault_class}:{who}{self.about}"
+
+    def further_ranks(self, known: Iterable[Suspect]) -> list[tuple[str, int]]:
+        """(replica, rank) that it accuses and that `known` does not name, of replicas in `known`. Where a rank is not
+        known, it may be any of its replica; `cannot_tell` accuses none."""
+        ranks: dict[str, set[int | None]] = {}
+        for s in known:
+            ranks.setdefault(s.replica, set()).add(s.rank)
+        named = {(s.replica, s.rank) for s in self.suspects if s.rank is not None and s.replica in ranks}
+        is_accused = self.fault_class is not FaultClass.CANNOT_TELL
+        return sorted(w for w in named if is_accused and ranks[w[0]].isdisjoint((w[1], None)))
 
     @property
     def role_at_fault(self) -> str:

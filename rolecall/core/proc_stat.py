@@ -19,7 +19,7 @@ class Stat:
     num_threads: int  # 20
     start_ticks: int  # 22
     rss_pages: int  # 24
-    exit_code: int  # 52, wait status; meaningful for a zombie only
+    exit_code: int  # 52, wait status; of a zombie only; 0 also where the reader may not trace the process
 
     @property
     def has_ended(self) -> bool:

@@ -197,18 +197,31 @@ def test_a_silent_detector_ends_nothing(world: World) -> None:
     assert [i.outcome for i in world.incidents()] == [None]
 
 
+def _of_rank(world: World, fault: FaultClass, rank: int, because: str) -> Diagnosis:
+    one = diagnosis(fault, ("trainer/0", 1), onset=world.clock.wall(), because=because)
+    return replace(one, suspects=tuple(replace(s, rank=rank) for s in one.suspects))
+
+
+def test_the_same_fault_of_other_ranks_is_told_once_for_each(world: World) -> None:
+    watch = _external(world)
+    for rank in (1, 3, 1, 5, 3, 5):
+        world.detector.extra = [_of_rank(world, FaultClass.HANG, rank, f"rank {rank} hangs")]
+        world.run(3, watch)
+    assert len(world.events(K.INCIDENT_OPENED)) == 1
+    assert [e.as_(IncidentUpdated).diagnosis.because for e in world.events(K.INCIDENT_UPDATED)] == [
+        "rank 3 hangs",
+        "rank 5 hangs",
+    ]
+    assert {s.rank for s in world.only().suspects} == {1, 3, 5}
+
+
 def test_a_second_fault_of_its_replica_leaves_the_first_one_told(world: World) -> None:
     """One incident is open for a replica: it keeps what it was opened for, and says what was added."""
     watch = _external(world)
-
-    def found(fault: FaultClass, rank: int, because: str) -> Diagnosis:
-        one = diagnosis(fault, ("trainer/0", 1), onset=world.clock.wall(), because=because)
-        return replace(one, suspects=tuple(replace(s, rank=rank) for s in one.suspects))
-
-    first = found(FaultClass.CRASH, 1, "rank 1 crashed")
+    first = _of_rank(world, FaultClass.CRASH, 1, "rank 1 crashed")
     world.detector.extra = [first]
     world.run(3, watch)
-    world.detector.extra = [first, found(FaultClass.HANG, 3, "rank 3 hangs")]
+    world.detector.extra = [first, _of_rank(world, FaultClass.HANG, 3, "rank 3 hangs")]
     world.run(3, watch)
     (opened,), (updated,) = world.events(K.INCIDENT_OPENED), world.events(K.INCIDENT_UPDATED)
     assert opened.as_(IncidentOpened).diagnosis.because == "rank 1 crashed"

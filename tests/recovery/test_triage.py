@@ -100,10 +100,17 @@ def _of_rank(fault: FaultClass, rank: int | None, because: str = "") -> Diagnosi
     return replace(found, suspects=tuple(replace(s, rank=rank) for s in found.suspects))
 
 
+def _of_ranks(*ranks: int) -> Diagnosis:
+    of_each = [_of_rank(F.CRASH, rank) for rank in ranks]
+    return replace(of_each[0], suspects=tuple(s for d in of_each for s in d.suspects))
+
+
 @pytest.mark.parametrize(
     ("found", "relation"),
     [
         (_of_rank(F.HANG, 3), "a second fault of a replica whose incident is open: now rank 3 of trainer/0"),
+        (_of_rank(F.CRASH, 3), "a second fault of a replica whose incident is open: now rank 3 of trainer/0"),
+        (_of_ranks(1, 3), "a second fault of a replica whose incident is open: now rank 3 of trainer/0 too"),
         (_of_rank(F.HANG, 1), "it was diagnosed as crash before: more is known of the fault"),
         (_of_rank(F.HANG, None), "it was diagnosed as crash before: more is known of the fault"),
     ],
@@ -112,3 +119,23 @@ def test_an_update_of_an_open_incident_says_how_it_is_related_to_it(found: Diagn
     first = incident("inc-1-x", _of_rank(F.CRASH, 1), plan(AT_FAULT, incident="inc-1-x"))
     taken = triage(found, [first], fleet(), reported_before=False)
     assert (taken.kind, taken.incident_id) == (TriageAction.UPDATE, "inc-1-x") and taken.because.startswith(relation)
+
+
+def test_findings_that_alternate_between_ranks_update_an_incident_once_each() -> None:
+    known = incident("inc-1-x", _of_rank(F.CRASH, 1), plan(AT_FAULT, incident="inc-1-x"))
+    for found, action in (
+        (_of_rank(F.CRASH, 3), TriageAction.UPDATE),
+        (_of_ranks(1, 3), TriageAction.UPDATE),
+        (_of_rank(F.CRASH, 1), TriageAction.IGNORE),
+        (_of_rank(F.CRASH, 3), TriageAction.IGNORE),
+        (_of_rank(F.CRASH, None), TriageAction.IGNORE),
+        (_of_rank(F.CRASH, 2), TriageAction.UPDATE),
+    ):
+        assert triage(found, [known], fleet(), reported_before=True).kind is action
+        if action is TriageAction.UPDATE:
+            known = replace(
+                known,
+                diagnosis=found,
+                earlier_diagnoses=known.diagnoses,
+                seen_keys=known.seen_keys | {found.key},
+            )

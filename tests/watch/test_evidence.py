@@ -37,7 +37,7 @@ from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
-from rolecall.reports.incident_export import export
+from rolecall.reports.incident_export import evidence_files, export
 from rolecall.reports.redaction import Redactor, redacted
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
@@ -198,6 +198,37 @@ def recording(child: Child, content: dict[str, Any]) -> None:
         "sys.modules['torch._C._distributed_c10d'] = m"
     )
     child.execute(STALL)
+
+
+def test_the_engine_process_of_a_trainer_rank_that_holds_a_weight_transfer_up_is_told(tmp_path: Path) -> None:
+    def threads(*names: str) -> list[dict[str, Any]]:
+        frames = [dict(zip(("filename", "name"), name.split(":"), strict=True)) for name in names]
+        return [{"thread_name": "MainThread", "active": False, "owns_gil": False, "frames": frames}]
+
+    answers: list[dict[str, Any]] = [
+        {"threads": threads("torch/distributed/distributed_c10d.py:broadcast", "t.py:update_weights")},
+        {
+            "threads": threads("concurrent/futures/_base.py:result", "t.py:update_weights"),
+            "engines": [
+                {"pid": 201, "parent": 101, "title": "VLLM::EngineCore", "is_stopped": False,
+                 "threads": threads("threading.py:wait", "worker.py:load_weights")},
+            ],
+        },
+    ]  # fmt: skip
+    files = []
+    for rank_number, answer in enumerate(answers):
+        path = tmp_path / f"stacks-{rank_number}.json"
+        identity = {"node": "vm", "pid": 100 + rank_number, "replica": "trainer/0", "rank": rank_number}
+        body = json.dumps({**identity, **answer}).encode()
+        path.write_bytes(redacted(EvidenceKind.STACKS, body, Redactor()))
+        who = Suspect(node=NodeId("vm"), role="trainer", replica="trainer/0", rank=rank_number, incarnation=0)
+        files.append(EvidenceFile(kind=EvidenceKind.STACKS, path=path, who=who, suspected=True))
+    analysis = analyse_evidence(files)
+    held = "waits for a lock or for another thread of its own: wait (threading.py) < load_weights (worker.py)"
+    assert f"stack: trainer/0 rank 1 (VLLM::EngineCore, pid 201) {held}" in analysis.statements
+    (found,) = analysis.of_a_suspicion()
+    assert (found.fault_class, [s.rank for s in found.suspects]) == (FaultClass.HANG, [1])
+    assert found.because.startswith("trainer/0 rank 1 (VLLM::EngineCore, pid 201) holds the weight sync up")
 
 
 def hanging_job(folder: Path, num_ranks: int, late: int) -> list[dict[str, Any]]:
@@ -379,6 +410,27 @@ def test_agents_with_a_token_are_asked_although_another_has_none(run: RunDir, fa
     missing = reported(pull).payload.to_body()["missing"]
     pull.close()
     assert missing.count(no_token(list(agents.values()), run.run_id)) == 1 and fake.asked
+
+
+def test_evidence_of_a_further_suspect_replaces_no_file(
+    run: RunDir, fake: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its event lists them with their digests. The limit is that of the incident."""
+    fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
+    pull = EvidencePull(run, lambda: {NODE: fake.url}, lambda _: BEARER, lambda: [GONE], SystemClock())
+    names, sizes = list[list[str]](), list[int]()
+    for part in (1, 2, 3):
+        if part == 3:
+            monkeypatch.setattr(evidence_pull, "INCIDENT_BYTES_MAX", sum(sizes))
+        pull.request(INCIDENT, diagnosis([GONE], FaultClass.CRASH), part)
+        collected = reported(pull)
+        assert collected.part == part
+        names.append([Path(file.name).name for file in collected.payload.files])
+        sizes += [file.bytes for file in collected.payload.files]
+    pull.close()
+    assert names == [["kernel-node-1.log"], ["kernel-node-1.2.log"], []]
+    assert sorted(path.name for path in evidence_files(run, INCIDENT)) == ["kernel-node-1.2.log", "kernel-node-1.log"]
+    assert "left out" in collected.payload.missing[0]
 
 
 def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:

@@ -37,6 +37,17 @@ TRANSFER = (
 )
 HELD = "exec('def load_weights():\\n import threading\\n threading.Event().wait()\\nload_weights()')"
 OWN_LOCK = "exec('def evict_cache():\\n import threading\\n threading.Event().wait()\\nevict_cache()')"
+CORE = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+def load_weights():
+    threading.Event().wait()
+load_weights()
+"""
+SERVES = (
+    f"import subprocess, sys; core = subprocess.Popen(['VLLM::EngineCore', '-S', '-c', {CORE!r}], "
+    "executable=sys.executable, stdin=subprocess.PIPE); __import__('asyncio').new_event_loop().run_forever()"
+)
 
 
 @pytest.fixture
@@ -86,7 +97,11 @@ def subjects(children: list[Child]) -> list[MonitoredProcess]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("held", "words"), [(HELD, "load_weights"), (OWN_LOCK, "evict_cache")])
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [(HELD, "load_weights"), (OWN_LOCK, "evict_cache"), (SERVES, "(VLLM::EngineCore, pid ")],
+    ids=["in the transfer", "outside of it", "in the core of a server"],
+)
 def test_the_engine_at_a_lock_holds_the_transfer_up(
     run: RunDir, agent: AgentProcess, shards: list[Child], held: str, words: str
 ) -> None:

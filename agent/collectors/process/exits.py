@@ -2,7 +2,10 @@
 
 A pidfd becomes readable when the last thread of its process has ended, and never refers to a later process with the
 same PID. The exit status comes from the zombie (`/proc/PID/stat`, field 52) or, if its parent has reaped it, from the
-pidfd (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include/uapi/linux/pidfd.h); else it is unknown."""
+pidfd (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include/uapi/linux/pidfd.h); else it is unknown.
+
+Of a zombie that this process may not trace, the kernel shows status 0, whatever it is (proc_pid_stat(5)): another
+user's, to an agent without CAP_SYS_PTRACE."""
 
 import contextlib
 import errno
@@ -98,11 +101,24 @@ def reaped_status(pidfd: int) -> int | None:
     return int(fields[-1]) if fields[0] & _PIDFD_INFO_EXIT else None
 
 
+def may_trace(pid: int) -> bool:
+    """Asked of the kernel, which makes the same check for the link `exe`: user IDs, capabilities and user namespaces
+    decide together. True of a zombie that may be traced, whose link is absent, and of no process."""
+    try:
+        os.readlink(f"/proc/{pid}/exe")
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def exit_status(pidfd: int, pid: int, start_ticks: int) -> ExitStatus:
     """How the process of `pidfd` ended, as far as known."""
+    permitted = may_trace(pid)  # first: after it, `stat` shows whether the answer was about this process
     with contextlib.suppress(OSError, ValueError):  # reaped
         stat = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
-        if stat.has_ended and stat.start_ticks == start_ticks:
+        if stat.has_ended and stat.start_ticks == start_ticks and (permitted or stat.exit_code):
             return ExitStatus.from_wait_status(stat.exit_code)
     status = reaped_status(pidfd)
     return ExitStatus() if status is None else ExitStatus.from_wait_status(status)

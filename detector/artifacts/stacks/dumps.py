@@ -1,10 +1,11 @@
 """Reads and normalizes stack dumps of many processes. The text is untrusted: sizes and counts are bounded.
 
 Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's response of
-`/v1/evidence/stacks`. An agent's response identifies its process; otherwise the names of the file and its folders do,
-and a topology file adds the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica", "pid"}},
-"parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first axis of
-`parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one replica.
+`/v1/evidence/stacks`. An agent's response identifies its process, and has the stacks of the engine processes below it;
+otherwise the names of the file and its folders do, and a topology file adds the rest: `{"role", "world_size", "ranks":
+{"3": {"node", "replica", "pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each
+part optional. The first axis of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole
+role, not of one replica.
 
 Names that identify process and round, of which missing parts stay unknown:
 
@@ -18,7 +19,7 @@ installation prefixes or template arguments; generated names are folded.
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -113,6 +114,7 @@ TEXT_CHARS_MAX = 512
 RANK_DIGITS_MAX = 18
 """Of a rank as a key: longer numbers are not ranks, and slow to parse."""
 NUM_AXES_MAX = 8
+NUM_ENGINES_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +163,18 @@ class StackDump:
     series: str = ""
     one_of_some: bool = False
     is_stopped: bool = False
+    engines: tuple["EngineDump", ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDump:
+    """An engine process below the dumped one, in an agent's response. `parent`: PID of the next one above it, else of
+    the dumped process. `dump` None: there are no stacks of it."""
+
+    pid: int
+    parent: int
+    title: str
+    dump: StackDump | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,12 +251,12 @@ def read(path: Path, check: Check = no_check) -> StackDump:
     """`check` is called for each thread. Raises UnreadableInput: too large, truncated, without threads, or not a
     dump."""
     text, at = _text(path)
-    place = place_of(path)
+    place, engines = place_of(path), []
     if text.lstrip()[:1] in ("[", "{"):
         value = _json(path, text)
         if isinstance(value, dict):
             place |= _agent_fields(path, value)
-            value = value.get("threads")
+            engines, value = value.get("engines", []), value["threads"]
         pid, threads = _from_json(path, value, place.get("pid"), check)
     elif _is_text(text[:HEAD_BYTES]):
         pid, threads = _from_text(path, text, check)
@@ -251,7 +265,8 @@ def read(path: Path, check: Check = no_check) -> StackDump:
     if not any(t.frames for t in threads):
         raise _wrong(path, "no thread in it has a Python frame")
     return StackDump(
-        **{**place, "path": str(path), "at": at, "threads": tuple(threads), "pid": pid or place.get("pid")}
+        **{**place, "path": str(path), "at": at, "threads": tuple(threads), "pid": pid or place.get("pid")},
+        engines=tuple(_engines(path, engines, at, check)),
     )
 
 
@@ -369,8 +384,9 @@ def _integer(value: Any) -> int | None:
 def kept_bytes(dump: StackDump, counted: set[int]) -> int:
     """Memory of a dump. Dumps share most of their frames: `counted` holds the ids of frames already counted, and is
     valid as long as their dumps are kept."""
-    num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in dump.threads)
-    met = {id(frame): frame for t in dump.threads for frame in t.frames}
+    threads = [*dump.threads, *(t for e in dump.engines if e.dump is not None for t in e.dump.threads)]
+    num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in threads)
+    met = {id(frame): frame for t in threads for frame in t.frames}
     for number in met.keys() - counted:
         num_bytes += 256 + 4 * (len(met[number].file) + len(met[number].name))
     counted.update(met)
@@ -390,6 +406,22 @@ def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
     if replica := _text_of(answer.get("replica")):
         place |= {"replica": replica, "role": role_of(replica)}
     return place
+
+
+def _engines(path: Path, listed: Any, at: float, check: Check) -> Iterator[EngineDump]:
+    """Raises UnreadableInput."""
+    if not isinstance(listed, list) or len(listed) > NUM_ENGINES_MAX or not all(isinstance(e, dict) for e in listed):
+        raise _wrong(path, f"engines: not a list of at most {NUM_ENGINES_MAX} objects")
+    for engine in listed:
+        pid, parent = _integer(engine.get("pid")), _integer(engine.get("parent"))
+        if pid is None or parent is None:
+            raise _wrong(path, "engines: one has no pid or no parent")
+        threads = tuple(_from_json(path, engine.get("threads"), pid, check)[1])
+        is_stopped = engine.get("is_stopped") is True
+        dump = StackDump(path=str(path), at=at, threads=threads, pid=pid, is_stopped=is_stopped)
+        has_frames = any(t.frames for t in threads)
+        title = _text_of(engine.get("title"))
+        yield EngineDump(pid=pid, parent=parent, title=title, dump=dump if has_frames else None)
 
 
 _STANDARD_LIBRARY = re.compile(r"lib(?:64)?/python\d[\d.]*t?/")

@@ -70,7 +70,7 @@ _LAUNCH = (
     *("multiprocessing/spawn.py", "multiprocessing/process.py", "multiprocessing/popen"),
 )
 _HELPER_NAME = re.compile(
-    r"queuefeeder|pin_memory|heartbeat|\bbeat|watchdog|monitor|tqdm|tensorboard|wandb|autograd|event.?writer",
+    r"\Arolecall-|queuefeeder|pin_memory|heartbeat|\bbeat|watchdog|monitor|tqdm|tensorboard|wandb|autograd|event.?writer",
     re.IGNORECASE,
 )
 _HELPER_FILES = (

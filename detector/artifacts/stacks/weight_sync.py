@@ -12,6 +12,9 @@ hangs, one that was never asked and one that has finished look the same: all oth
 
 A replica is named only if others are inside and its processes alone are held or outside. In every other case the
 finding names no shard and says why: to guess would accuse a healthy one.
+
+A server waits for its engine's core, and a core for its workers: of a process with engine processes below it, those
+without further ones below them are looked at in its place, unless all of them are idle.
 """
 
 import re
@@ -22,8 +25,8 @@ from enum import StrEnum
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import counted
-from rolecall.detector.artifacts.stacks.dumps import Frame
-from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity, shown
+from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump
+from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity, shown, stack_of
 from rolecall.detector.base.findings import settles
 
 DETECTOR = "weight_sync"
@@ -44,8 +47,11 @@ _TRANSFER = re.compile(
 )
 _IDLE = re.compile(
     r"run_forever|_?run_once|main_loop|(?:_\w+)?busy_loop|event_loop|_?process_input_queue|serve(?:_forever)?|"
-    r"wait_for_(?:request|work|task)s?|get_(?:request|task)s?|recv_requests?"
+    r"wait_for_(?:request|work|task)s?|get_(?:request|task)s?|recv_requests?|dequeue"
 )
+_AT_WORK = re.compile(r"_handle_client_request|_execute_worker_rpc|run_method")
+"""Of vLLM's core and workers: below them is the loop, above them what was asked for."""
+_RAY_WAITS = frozenset({"get", "get_objects", "wait"})
 
 
 class Place(StrEnum):
@@ -58,16 +64,32 @@ class Place(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One process. `stack` None: there is no stack of it."""
+    """One process. `stack` None: there is no stack of it. `engine`: which engine process below `who` it is."""
 
     who: Suspect
     stack: Stack | None
     at: float = 0.0
+    engine: str = ""
 
     @property
     def name(self) -> str:
         rank = f" rank {self.who.rank}" if self.who.rank is not None else ""
-        return f"{self.who.replica}{rank}"
+        return f"{self.who.replica}{rank}{self.engine and f' ({self.engine})'}"
+
+
+def shards_of(who: Suspect, dump: StackDump) -> list[Shard]:
+    """The process, and what is looked at in its place or beside it."""
+    own = Shard(who, stack_of(dump), dump.at)
+    above = {e.parent for e in dump.engines}
+    engines = [
+        Shard(who, stack_of(e.dump) if e.dump is not None else None, dump.at, f"{e.title}, pid {e.pid}")
+        for e in dump.engines
+        if e.pid not in above
+    ]
+    idle = all(e.stack is not None and place_of(e.stack) is Place.IDLE for e in engines)
+    # A trainer rank that sends to others beside its own engine is inside, whatever its engine does.
+    is_seen = idle or (own.stack is not None and place_of(own.stack) is Place.INSIDE)
+    return [*([own] if is_seen else []), *engines]
 
 
 def _bare(frame: Frame) -> str:
@@ -79,18 +101,32 @@ def is_of_a_transfer(stack: Stack) -> bool:
 
 
 def place_of(stack: Stack) -> Place:
+    # A trainer that waits for the answer of an engine's server or actor is part of the transfer, and waits for it.
+    awaits_answer = stack.doing is StackActivity.IO or _awaits_actor(stack)
     if is_of_a_transfer(stack):
-        if stack.waits:
-            return Place.INSIDE
-        # A trainer that waits for the answer of an engine's server is part of the transfer, and waits for it.
-        if stack.doing is StackActivity.IO:
+        if stack.waits or awaits_answer:
             return Place.INSIDE
         return Place.HELD if stack.doing in AT_REST else Place.ELSEWHERE
     if stack.waits or stack.doing not in AT_REST | {StackActivity.IO}:
         return Place.ELSEWHERE
-    if stack.doing is not StackActivity.STOPPED and any(_IDLE.fullmatch(_bare(f)) for f in stack.frames):
+    if stack.doing is not StackActivity.STOPPED and _is_idle(stack):
         return Place.IDLE
-    return Place.OUTSIDE if stack.doing in AT_REST else Place.ELSEWHERE
+    return Place.ELSEWHERE if awaits_answer else Place.OUTSIDE
+
+
+def _is_idle(stack: Stack) -> bool:
+    for name in map(_bare, stack.frames):
+        if _AT_WORK.fullmatch(name):
+            return False
+        if _IDLE.fullmatch(name):
+            return True
+    return False
+
+
+def _awaits_actor(stack: Stack) -> bool:
+    """In `ray.get` or `ray.wait`."""
+    place = stack.key[0]
+    return stack.doing is StackActivity.STILL and place.file == "ray/_private/worker.py" and _bare(place) in _RAY_WAITS
 
 
 def diagnose(shards: Sequence[Shard]) -> Finding | None:
@@ -144,7 +180,7 @@ def _finding(
         evidence.append(settles(RECORDER))
     return Finding(
         detector=DETECTOR,
-        suspects=tuple(s.who for s in about[:NUM_SHOWN_MAX]),
+        suspects=tuple(dict.fromkeys(s.who for s in about[:NUM_SHOWN_MAX])),
         fault_class=fault_class,
         onset=min(times),
         detected_at=max(times),

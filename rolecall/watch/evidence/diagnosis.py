@@ -7,6 +7,7 @@ evidence against its rank: its agent may have been too slow, or was not queried.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from rolecall.core.diagnosis import Finding, Suspect
@@ -23,7 +24,7 @@ from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks import weight_sync
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
-from rolecall.detector.artifacts.stacks.positions import StackActivity, shown, stack_of
+from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity, shown, stack_of
 from rolecall.detector.base.read_budget import Budget, read_each
 from rolecall.formats.kernel_log.messages import OomKill
 from rolecall.watch.evidence.requests import process_name
@@ -117,28 +118,37 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         stack = stack_of(dump)
         if stack.doing in AT_REST:
             analysis.at_rest.add(file.who)
-        frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
         peer = "" if file.suspected else ", a peer,"
-        held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
-        analysis.statements.append(f"stack: {process_name(file.who)}{peer} {stack.doing}: {frames}{held}")
+        analysis.statements.append(f"stack: {process_name(file.who)}{peer} {_told(stack)}")
+        for engine in dump.engines:
+            told = _told(stack_of(engine.dump)) if engine.dump is not None else "is not known"
+            analysis.statements.append(f"stack: {process_name(file.who)} ({engine.title}, pid {engine.pid}) {told}")
     for found in stacks.diagnose(dumps) if dumps else ():
         analysis.findings.append(_renamed(found, lambda s: owners.get((s.replica, s.rank))))
 
 
+def _told(stack: Stack) -> str:
+    frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
+    held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
+    return f"{stack.doing}: {frames}{held}"
+
+
 def _weight_sync(files: Sequence[EvidenceFile], asked: Sequence[Suspect], analysis: EvidenceAnalysis) -> None:
-    """Stacks of several roles: the shards of a weight transfer."""
-    if len({f.who.role for f in files if f.who is not None}) < 2:
-        return
-    seen: dict[Suspect, weight_sync.Shard] = {}
+    """Stacks of several roles, or of processes with engines of their own: the shards of a weight transfer."""
+    seen: dict[Suspect, list[weight_sync.Shard]] = {}
+    has_engines = False
     for file in files:
         try:
             dump = stack_dumps.read(file.path)
         except UnreadableInput:
             continue  # told already
         assert file.who is not None
-        seen[file.who] = weight_sync.Shard(file.who, stack_of(dump), dump.at)
+        seen[file.who] = weight_sync.shards_of(file.who, dump)
+        has_engines |= bool(dump.engines)
+    if not has_engines and len({f.who.role for f in files if f.who is not None}) < 2:
+        return
     unseen = [weight_sync.Shard(who, None) for who in dict.fromkeys(asked) if who not in seen]
-    found = weight_sync.diagnose([*seen.values(), *unseen])
+    found = weight_sync.diagnose([*chain.from_iterable(seen.values()), *unseen])
     analysis.findings += [found] if found is not None else []
 
 

@@ -54,12 +54,13 @@ BUSY_PAUSE_SECONDS = 0.2
 PROBE_SECONDS, PROBE_SECONDS_MAX = 5.0, 300.0
 """Between two probes of a suspicion: the first pause, doubled each time, and the longest."""
 BYTES_MAX = {
-    EvidenceKind.STACKS: 2 << 20,
+    EvidenceKind.STACKS: 6 << 20,
     EvidenceKind.FLIGHT: 8 << 20,
     EvidenceKind.NCCL: 4 << 20,
     EvidenceKind.KERNEL: 1 << 20,
 }
-"""Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries 0.3 to 1 MB."""
+"""Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, as does each engine process below it, a dump of
+2,000 entries 0.3 to 1 MB."""
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500
 """Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX."""
@@ -73,12 +74,13 @@ WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """`incident_id`: empty for a suspicion, whose evidence is not stored."""
+    """`incident_id`: empty for a suspicion, whose evidence is not stored. `part`: as in `EvidenceCollector.request`."""
 
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
     nodes: tuple[str, ...] = ()  # of its suspects
     ours: frozenset[tuple[str, int]] = frozenset()  # node and PID of the job's processes
+    part: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +140,14 @@ class EvidenceRejected(Exception):
 class EvidenceFiles:
     """Writes the redacted evidence of one incident, each file readable by its owner only."""
 
-    def __init__(self, folder: Path, known: Redactor) -> None:
-        """`folder`: the incident's, created in the parent of all. Raises OSError: nothing can be stored."""
+    def __init__(self, folder: Path, known: Redactor, part: int) -> None:
+        """`folder`: the incident's, created in the parent of all. `part`: see `EvidenceCollector.request`. Raises
+        OSError: nothing can be stored."""
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         if not folder.exists() and sum(1 for _ in folder.parent.iterdir()) >= NUM_KEPT_MAX:
             raise OSError(0, f"{folder.parent} already holds the evidence of {NUM_KEPT_MAX} incidents, the limit")
         folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
+        self._folder, self._known, self._part = folder, known, part
 
     def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
         """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence. Raises
@@ -153,22 +156,28 @@ class EvidenceFiles:
             content = redacted(ask.kind, body, self._known, is_stopped=ask.is_stopped)
         except (UnsafePickle, ValueError, RecursionError) as e:
             raise EvidenceRejected(f"its agent's response is malformed ({e})") from None
-        if len(content) > self._room:
+        stored = 0
+        for file in self._folder.iterdir():
+            with suppress(FileNotFoundError):  # a temporary file of another part
+                stored += file.stat().st_size
+        if stored + len(content) > INCIDENT_BYTES_MAX:
             raise EvidenceRejected(f"left out, over {INCIDENT_BYTES_MAX >> 20} MiB for this incident")
-        self._room -= len(content)
-        path = self._folder / _name(ask, number)
+        path = self._folder / _name(ask, number, self._part)
         write_atomically(path, content, private=True)
         os.utime(path, (wall_at, wall_at))  # the detectors compute waiting times from it
         return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
 
 
-def _name(ask: EvidenceRequest, number: int) -> str:
+def _name(ask: EvidenceRequest, number: int, part: int) -> str:
+    """Those of later parts have its number before the suffix, where the detectors expect that of a round."""
+    suffix = ".log" if ask.kind is EvidenceKind.KERNEL else ".json"
     if ask.kind is EvidenceKind.FLIGHT:
-        name = f"flight_rank_{number}.json"
+        name = f"flight_rank_{number}"
     elif ask.who is not None:
-        name = f"{STACKS}{ask.who.replica}-rank_{ask.who.rank}.json"
+        name = f"{STACKS}{ask.who.replica}-rank_{ask.who.rank}"
     else:
-        name = f"nccl_ras-{ask.node}.json" if ask.kind is EvidenceKind.NCCL else f"kernel-{ask.node}.log"
+        name = f"nccl_ras-{ask.node}" if ask.kind is EvidenceKind.NCCL else f"kernel-{ask.node}"
+    name += (f".{part}" if part > 1 else "") + suffix
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
 
 
@@ -200,7 +209,7 @@ class EvidencePull:
         self._threads: list[threading.Thread] = []
         self._probes: dict[str, tuple[float, float]] = {}  # key of a suspicion -> time of its next probe, its pause
 
-    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
+    def request(self, incident_id: str, diagnosis: Diagnosis, part: int = 1) -> None:
         fleet = tuple(self._fleet())
         asks = tuple(select_evidence(diagnosis, fleet))
         nodes = tuple(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)) if self._node_health else ()
@@ -212,10 +221,10 @@ class EvidencePull:
                 for p in (*(s.process for s in fleet), *(s.process for s in diagnosis.suspects))
                 if p is not None
             )
-            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours))
+            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours, part=part))
         except queue.Full:
             because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
-            self._record(incident_id, missing=[because])
+            self._record(incident_id, part, missing=[because])
 
     def probe(self, suspicions: Iterable[Diagnosis]) -> None:
         """Requests the stacks of all processes of each suspicion, again after a growing pause while it stands. Call it
@@ -269,7 +278,7 @@ class EvidencePull:
                 logger.exception("evidence of %s", job.incident_id or "a suspicion")
                 if job.incident_id:
                     because = f"the evidence could not be processed: {type(e).__name__}: {e}"
-                    self._record(job.incident_id, missing=[because])
+                    self._record(job.incident_id, job.part, missing=[because])
 
     def _pull(self, job: _Job) -> None:
         started_at = self._clock.monotonic()
@@ -289,7 +298,13 @@ class EvidencePull:
         missing += health.missing
         seconds = self._clock.monotonic() - started_at
         self._record(
-            job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds, health=health.statements
+            job.incident_id,
+            job.part,
+            kept=kept,
+            analysis=analysis,
+            missing=missing,
+            seconds=seconds,
+            health=health.statements,
         )
 
     @property
@@ -335,7 +350,7 @@ class EvidencePull:
         if not had:
             return [], []
         known = run_redactor(self._run, nodes=[a.node for a in job.asks])
-        files = EvidenceFiles(folder, known)
+        files = EvidenceFiles(folder, known, job.part)
         # The number of a dump that does not contain its rank: the registered rank, if those are unique.
         flights = [a for a in job.asks if a.kind is EvidenceKind.FLIGHT]
         ranks = [a.who.rank for a in flights if a.who is not None and a.who.rank is not None]
@@ -429,6 +444,7 @@ class EvidencePull:
     def _record(
         self,
         incident_id: str,
+        part: int,
         *,
         kept: Sequence[EvidenceFile] = (),
         analysis: EvidenceAnalysis | None = None,
@@ -447,7 +463,7 @@ class EvidencePull:
             missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_STATEMENTS_MAX]),
             seconds=round(seconds, 3),
         )
-        self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
+        self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected, part=part))
 
 
 def _asked(job: _Job) -> list[Suspect]:

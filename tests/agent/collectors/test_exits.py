@@ -40,6 +40,28 @@ def test_a_kill_is_heard_with_its_signal(exits: ExitWatch) -> None:
     process.communicate()
 
 
+READ = """\
+import os, sys
+from rolecall.agent.collectors.process.exits import exit_status
+pid, start_ticks = map(int, sys.argv[1:])
+status = exit_status(os.pidfd_open(pid), pid, start_ticks)
+print(status.signal, status.code)
+"""
+
+
+@pytest.mark.parametrize(("code", "known"), [("os.kill(os.getpid(), 9)", "9 None"), ("", "None 0")])
+def test_the_status_of_a_zombie_is_unknown_to_an_agent_that_may_not_trace_it(code: str, known: str) -> None:
+    """The kernel shows it 0. From a user namespace of its own, a process may trace nothing outside."""
+    if subprocess.run(["unshare", "--user", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no user namespaces")
+    process = subprocess.Popen([sys.executable, "-S", "-c", f"import os; {code}"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    read = [sys.executable, "-c", READ, str(process.pid), str(process_start_ticks(process.pid))]
+    assert subprocess.check_output(read, text=True).strip() == known
+    assert subprocess.check_output(["unshare", "--user", *read], text=True).strip() == "None None"
+    process.wait()
+
+
 def test_an_exit_code_is_known_until_the_parent_reaps_the_process(exits: ExitWatch) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "input(); raise SystemExit(70)"], stdin=subprocess.PIPE)
     heard = _watched(exits, process)

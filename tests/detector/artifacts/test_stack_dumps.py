@@ -65,6 +65,28 @@ def test_an_agents_response_identifies_its_process(tmp_path: Path) -> None:
     assert place == ("m04", "trainer", "trainer/1", 0, 2)
 
 
+def test_an_agents_response_has_the_engine_processes_below_its_process(tmp_path: Path) -> None:
+    file = tmp_path / "answer.json"
+    core = {
+        "pid": 8,
+        "parent": 7,
+        "title": "VLLM::EngineCore",
+        "is_stopped": True,
+        "threads": py_spy_json(*LOADER, pid=8),
+    }
+    worker = {"pid": 9, "parent": 8, "title": "VLLM::Worker_TP0", "is_stopped": False, "threads": [], "missing": "late"}
+    file.write_text(json.dumps({"pid": 7, "threads": py_spy_json(*REDUCE), "engines": [core, worker]}))
+    found = read(file)
+    assert [(e.pid, e.parent, e.title) for e in found.engines] == [
+        (8, 7, "VLLM::EngineCore"),
+        (9, 8, "VLLM::Worker_TP0"),
+    ]
+    of_core, of_worker = (e.dump for e in found.engines)
+    assert of_core is not None and of_core.is_stopped and of_core.at == found.at and of_worker is None
+    assert [str(t.frames[0]) for t in of_core.threads] == ["select (selectors.py)"]
+    assert [str(t.frames[0]) for t in found.threads] == [f"all_reduce ({C10D})"]
+
+
 def test_of_a_process_tree_the_process_itself_is_read(tmp_path: Path) -> None:
     file = tmp_path / "rank_0.json"
     worker = py_spy_json("torch/utils/data/_utils/worker.py:_worker_loop", pid=8)
@@ -95,6 +117,8 @@ BAD = {
     "no frames": json.dumps([{"pid": 1, "thread_id": 1, "frames": []}]),
     "frames of another kind": json.dumps([{"pid": 1, "thread_id": 1, "frames": [[1]]}]),
     "threads of another kind": '{"pid": 1, "threads": [1, 2]}',
+    "engines of another kind": json.dumps({"pid": 7, "threads": py_spy_json(*REDUCE), "engines": [1]}),
+    "an engine without a PID": json.dumps({"pid": 7, "threads": py_spy_json(*REDUCE), "engines": [{"threads": []}]}),
     "nested too deep": '[{"thread_id": 1, "frames": ' + "[" * 100_000,
     "too many threads": json.dumps([{"thread_id": 1, "frames": []}] * (stack_dumps.NUM_THREADS_MAX + 1)),
     "too many frames": json.dumps([{"thread_id": 1, "frames": [{"name": "f", "filename": "a.py"}] * 4097}]),

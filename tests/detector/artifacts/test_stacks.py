@@ -554,8 +554,10 @@ def test_the_most_informative_thread_represents_its_process() -> None:
         thread("threading.py:wait", "multiprocessing/queues.py:_feed", name="QueueFeederThread"),
         thread("concurrent/futures/thread.py:_worker", name="ThreadPoolExecutor-0_0"),
         thread("agent.py:beat", "threading.py:run", name="Thread-9 (beat)"),
+        thread("rolecall/agent/reporter/sender.py:ReporterClient._run", name="rolecall-sender"),
         thread(name="Dummy-1"),
     )
+    assert stack_of(StackDump(path="a", at=0.0, threads=(loop, *helpers))).doing == StackActivity.IO
     in_thread = StackDump(path="a", at=0.0, threads=(loop, *helpers, trains))
     assert stack_of(in_thread).doing == StackActivity.COLLECTIVE
     for idle in (

@@ -1,12 +1,15 @@
 """Who holds a weight transfer up, from stacks; and when that cannot be known."""
 
+from dataclasses import replace
+
 import pytest
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.stacks.dumps import EngineDump
 from rolecall.detector.artifacts.stacks.positions import stack_of
-from rolecall.detector.artifacts.stacks.weight_sync import Place, Shard, diagnose, place_of
+from rolecall.detector.artifacts.stacks.weight_sync import Place, Shard, diagnose, place_of, shards_of
 from tests.detector.stack_cases import C10D, dump, settle
 
 SENDS = (f"{C10D}:broadcast", "trl/vllm_client.py:update_named_param", "grpo_trainer.py:_move_model_to_vllm")
@@ -15,6 +18,11 @@ RECEIVES = (f"{C10D}:broadcast", "worker.py:receive_weight", "worker.py:load_mod
 HELD = ("threading.py:wait", "queue.py:get", "worker.py:load_weights", "worker.py:busy_loop")
 OWN = ("threading.py:acquire", "cache.py:evict", "scheduler.py:step", "worker.py:main")
 IDLE = ("threading.py:wait", "queue.py:get", "core.py:_process_input_queue", "core.py:run_busy_loop")
+CORE_STUCK = ("threading.py:acquire", "cache.py:evict", "core.py:_handle_client_request", *IDLE[2:])
+WORKER_IDLE = ("zmq/sugar/poll.py:poll", "shm_broadcast.py:acquire_read", "shm_broadcast.py:dequeue", "m.py:main")
+CORE_WAITS = ("shm_broadcast.py:dequeue", "multiproc_executor.py:get_response", "multiproc_executor.py:collective_rpc")
+SERVER_WAITS = ("threading.py:wait", "concurrent/futures/_base.py:result", "core_client.py:call", "x.py:update_weights")
+RAY_GET = ("ray/_private/worker.py:get_objects", "ray/_private/worker.py:get", "ray_executor.py:collective_rpc")
 BARRIER = (f"{C10D}:barrier", "grpo_trainer.py:step", "train.py:main")
 BUSY = ("layers.py:forward", "scheduler.py:step")
 
@@ -34,6 +42,10 @@ def shard(replica: str, *frames: str, rank: int = 0, active: bool = False, stopp
         (OWN, Place.OUTSIDE),
         (IDLE, Place.IDLE),
         (BARRIER, Place.ELSEWHERE),
+        (CORE_STUCK, Place.OUTSIDE),
+        (WORKER_IDLE, Place.IDLE),
+        (RAY_GET, Place.ELSEWHERE),
+        ((*RAY_GET, "trainer.py:broadcast_weights"), Place.INSIDE),
     ],
 )
 def test_places(frames: tuple[str, ...], place: Place) -> None:
@@ -95,3 +107,46 @@ def test_where_it_cannot_be_known_no_shard_is_named_and_the_reason_is_told(shard
 def test_without_a_transfer_nothing_is_told() -> None:
     assert diagnose([shard("trainer/0", *BARRIER), shard("rollout/0", *IDLE)]) is None
     assert diagnose([shard("trainer/0", *SENDS)]) is None
+
+
+CORE, WORKER = "VLLM::EngineCore", "VLLM::Worker_TP0"
+
+
+def engine(pid: int, *frames: str, parent: int = 1, title: str = CORE) -> EngineDump:
+    return EngineDump(pid=pid, parent=parent, title=title, dump=dump(0, *frames) if frames else None)
+
+
+@pytest.mark.parametrize(
+    ("server", "engines", "seen"),
+    [
+        (SERVER_WAITS, (), {"": Place.HELD}),
+        (SERVER_WAITS, (engine(2, *RECEIVES),), {"VLLM::EngineCore, pid 2": Place.INSIDE}),
+        (SERVER_WAITS, (engine(2, *HELD),), {"VLLM::EngineCore, pid 2": Place.HELD}),
+        (SERVER_WAITS, (engine(2),), {"VLLM::EngineCore, pid 2": None}),
+        (SERVER_WAITS, (engine(2, *IDLE),), {"": Place.HELD, "VLLM::EngineCore, pid 2": Place.IDLE}),
+        (SENDS, (engine(2, *HELD),), {"": Place.INSIDE, "VLLM::EngineCore, pid 2": Place.HELD}),
+        (
+            SERVER_WAITS,
+            (
+                engine(2, *CORE_WAITS),
+                engine(3, *RECEIVES, parent=2, title=WORKER),
+                engine(4, *OWN, parent=2, title=WORKER),
+            ),
+            {"VLLM::Worker_TP0, pid 3": Place.INSIDE, "VLLM::Worker_TP0, pid 4": Place.OUTSIDE},
+        ),
+    ],
+)
+def test_of_an_engine_those_that_no_other_one_works_for_are_looked_at(
+    server: tuple[str, ...], engines: tuple[EngineDump, ...], seen: dict[str, Place | None]
+) -> None:
+    shards = shards_of(shard("rollout/0").who, replace(dump(0, *server), engines=engines))
+    assert {s.engine: s.stack and place_of(s.stack) for s in shards} == seen
+
+
+def test_the_engine_process_that_holds_the_transfer_up_is_told_and_its_replica_named() -> None:
+    who = shard("rollout/1").who
+    workers = tuple(engine(pid, *HELD, parent=2, title=WORKER) for pid in (3, 4))
+    of_engine = shards_of(who, replace(dump(0, *SERVER_WAITS), engines=(engine(2, *CORE_WAITS), *workers)))
+    it = found(shard("trainer/0", *SENDS), shard("rollout/0", *RECEIVES), *of_engine)
+    assert it.fault_class is FaultClass.HANG and it.suspects == (who,)
+    assert "rollout/1 rank 0 (VLLM::Worker_TP0, pid 4) stands still inside the transfer" in it.because

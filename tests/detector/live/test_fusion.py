@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.detector.base.findings import GAIN, OF_GPU, PANEL
@@ -125,6 +125,37 @@ def test_the_same_object_stands_while_it_stands() -> None:
     (first,) = fuse([finding], {}, SIZES, now=13.0)
     (again,) = fuse([replace(finding, because="in other words", detected_at=14.0)], {first.key: first}, SIZES, now=14.0)
     assert again is first
+
+
+def _of_rank(rank: int, because: str = "", detector: str = "stall") -> Finding:
+    found = _found(F.HANG, "trainer/0")
+    suspects = tuple(replace(s, rank=rank) for s in found.suspects)
+    return replace(found, detector=detector, suspects=suspects, because=because or f"rank {rank} hangs")
+
+
+def _ranks(diagnoses: list[Diagnosis]) -> list[list[int | None]]:
+    return [[s.rank for s in d.suspects] for d in diagnoses]
+
+
+def test_several_ranks_of_a_replica_are_one_diagnosis_of_all() -> None:
+    (one,) = first = fuse([_of_rank(1)], {}, SIZES, now=13.0)
+    (both,) = second = fuse([_of_rank(1, "in other words"), _of_rank(3)], {one.key: one}, SIZES, now=14.0)
+    assert (_ranks(first), _ranks(second)) == ([[1]], [[1, 3]])
+    assert both.because == "rank 1 hangs; rank 3 hangs" and both.key != one.key
+    assert fuse([_of_rank(1), _of_rank(3)], {both.key: both}, SIZES, now=15.0)[0] is both
+    (many,) = fuse([_of_rank(n) for n in range(9)], {both.key: both}, SIZES, now=16.0)
+    assert len(many.suspects) == 9 and many.because.endswith("rank 3 hangs; and 5 more of its ranks")
+
+
+def test_a_diagnosis_ends_when_the_fault_is_another_ranks() -> None:
+    (one,) = fuse([_of_rank(1)], {}, SIZES, now=13.0)
+    assert _ranks(fuse([_of_rank(3)], {one.key: one}, SIZES, now=14.0)) == [[3]]
+
+
+def test_another_detectors_view_of_a_standing_fault_names_no_further_rank() -> None:
+    (one,) = fuse([_of_rank(1)], {}, SIZES, now=13.0)
+    found = [_of_rank(3, detector="collective"), _of_rank(1)]
+    assert fuse(found, {one.key: one}, SIZES, now=14.0) == [one]
 
 
 # --- what panels of metrics say, beside findings of other kinds

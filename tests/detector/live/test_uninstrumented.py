@@ -283,6 +283,16 @@ def test_a_stopped_process_is_reported_after_seconds_and_no_longer_when_it_goes_
     assert not job.run(2)
 
 
+def test_of_two_stopped_ranks_of_a_replica_both_are_named(job: Job) -> None:
+    job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
+    assert "trainer/0 rank 1" in job.run(STOPPED_SECONDS + 1)["hang:trainer/0#0"]
+    job.state["trainer/0:3"], job.cpu_rate["trainer/0:3"] = "T", 0.0
+    (both,) = job.run(STOPPED_SECONDS + 1).values()
+    assert "trainer/0 rank 1" in both and "trainer/0 rank 3" in both
+    job.state["trainer/0:1"] = "S"
+    assert list(job.run(2)) == ["hang:trainer/0#0"], "one of them, as before"
+
+
 def test_the_exit_of_a_rank_takes_precedence_over_a_stalled_rank(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
     assert not job.run(STOPPED_SECONDS - 1)

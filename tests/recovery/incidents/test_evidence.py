@@ -1,14 +1,17 @@
 """Evidence beside the loop: asked for when an incident is opened, written whenever it comes, and in no one's way."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads.recovery import EvidenceCollected
 from rolecall.recovery import isolation
+from rolecall.recovery.incidents import NUM_COLLECTIONS_MAX
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.recovery.isolation import EvidenceRecorder
 from rolecall.testing.recovery_world import diagnosis
@@ -24,13 +27,15 @@ class Asked:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, FaultClass]] = []
+        self.parts: list[tuple[int, list[str]]] = []  # of each request, and the nodes of its suspects
         self.says: list[CollectedEvidence] = []
         self.error = ""
 
-    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
+    def request(self, incident_id: str, diagnosis: Diagnosis, part: int = 1) -> None:
         if self.error:
             raise ValueError(self.error)
         self.asked.append((incident_id, diagnosis.fault_class))
+        self.parts.append((part, [str(s.node) for s in diagnosis.suspects]))
 
     def collected(self) -> list[CollectedEvidence]:
         if self.error:
@@ -95,6 +100,41 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
     world.until(lambda: second.acting, second)
     world.run(1, second)
     assert asked.asked == [(names["1"], FaultClass.HANG)]
+
+
+def test_evidence_of_a_further_suspect_is_asked_for_once(world: World, asked: Asked) -> None:
+    """Also by a successor, if it is not in the journal; and of few: each is a request to many agents."""
+    config = world.config.model_copy(update={"mode": "observe"})
+
+    def named(fault: FaultClass, *nodes: str) -> Diagnosis:
+        (one,) = diagnosis(fault, ("trainer/0", 1), onset=world.clock.wall()).suspects
+        suspects = tuple(replace(one, node=NodeId(node), rank=rank) for rank, node in enumerate(nodes))
+        return replace(diagnosis(fault, ("trainer/0", 1), onset=world.clock.wall()), suspects=suspects)
+
+    watch = world.watch(config)
+    for found in (
+        named(FaultClass.CANNOT_TELL, "node-0"),
+        named(FaultClass.HANG, "node-0"),
+        named(FaultClass.HANG, "node-0", "node-1"),
+        named(FaultClass.HANG, "node-0"),
+        named(FaultClass.CRASH, "node-0", "node-1"),
+    ):
+        world.detector.extra = [found]
+        world.run(3, watch)
+    assert asked.parts == [(1, ["node-0"]), (2, ["node-1"])]
+    asked.says = [CollectedEvidence(incident_id=world.only().incident_id, payload=EVIDENCE)]
+    world.run(1, watch)
+    second = world.watch(config)
+    world.until(lambda: second.acting, second)
+    assert asked.parts[2:] == [(2, ["node-1"])]
+    asked.says = [CollectedEvidence(incident_id=world.only().incident_id, payload=EVIDENCE, part=2)]
+    world.run(1, second)
+    assert len(world.events(EventKind.EVIDENCE_COLLECTED)) == 2
+
+    for n in range(3, 2 * NUM_COLLECTIONS_MAX):
+        world.detector.extra = [named(FaultClass.HANG, *(f"node-{rank}" for rank in range(n)))]
+        world.run(3, second)
+    assert [part for part, _ in asked.parts[3:]] == list(range(3, NUM_COLLECTIONS_MAX + 1))
 
 
 def test_evidence_waiting_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,8 @@ from rolecall.formats.ray_logs import RayReason
 GATHER_SECONDS = 2.0
 """How long an exit is held for further exits of its job: a launcher that ends a job stops all its processes."""
 UNKNOWN_GATHER_SECONDS = 10.0
-"""The same if the exit status is unknown (Linux before 6.13, already reaped by its parent): a job that finishes rank
-after rank looks the same at first."""
+"""The same if the exit status is unknown (already reaped on Linux before 6.15, or another user's process and an agent
+without CAP_SYS_PTRACE): a job that finishes rank after rank looks the same at first."""
 TIMEOUT_SECONDS = 600.0
 """PyTorch's default for NCCL collectives (`default_pg_nccl_timeout`), after which ranks waiting for a dead one fail."""
 CONSEQUENCE_SECONDS = 900.0

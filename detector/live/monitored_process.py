@@ -11,12 +11,15 @@ process with a standing finding: faulty behaviour must not enter the baseline. S
 incarnation has one, get a multiple of the longest one that the run has seen.
 """
 
+import heapq
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.ids import ProcessId
@@ -94,10 +97,10 @@ class ProgressGaps:
         """Seconds; None before there is any."""
         return max(self.values.get((role, phase), ()), default=None)
 
-
-LONG_UNITS_FACTOR = 3.0
-"""Units may take longer than the ceiling: no deadline is below this multiple of their median, which one outlier does
-not raise."""
+    def second_longest(self, role: str, phase: str) -> float:
+        """Seconds; 0 before there are two."""
+        two = heapq.nlargest(2, self.values.get((role, phase), ()))
+        return two[1] if len(two) > 1 else 0.0
 
 
 def capped(factor: float, p99: float, config: DetectorConfig) -> str:
@@ -110,29 +113,51 @@ EARLY_SECONDS = 120.0
 """Of a phase that a role has been in, but not often enough for a P99; or the first-unit deadline, if that is less."""
 
 
-def learned_deadline(
-    p99: float | None, config: DetectorConfig, median: float = 0.0, longest: float | None = None
-) -> Deadline:
-    """k x P99, at most the ceiling or 3 x median, at least the floor; without a P99, the first-unit deadline.
+class Multiple(NamedTuple):
+    """`factor` x `seconds`, which a deadline is not below, and for its text: of what, and why."""
 
-    `longest`: unit of a phase that was seen too seldom for a P99 of its own. Its deadline is at least 3 x that."""
+    factor: float
+    seconds: float
+    what: str
+    why: str
+
+
+def learned_deadline(p99: float | None, config: DetectorConfig, least: Sequence[Multiple] = ()) -> Deadline:
+    """k x P99, at most the ceiling, at least the floor. Without a P99 the first-unit deadline, if nothing is known."""
     if p99 is None:
-        seconds = config.first_unit_seconds if longest is None else min(config.first_unit_seconds, EARLY_SECONDS)
-        text, learned = f"{seconds:g} s, {'no' if longest is None else 'little'} history yet", False
+        seconds = min(config.first_unit_seconds, EARLY_SECONDS) if least else config.first_unit_seconds
+        text, learned = f"{seconds:g} s, {'little' if least else 'no'} history yet", False
     else:
         floor, factor = config.hang_floor_seconds, config.hang_p99_factor
         seconds = max(floor, min(config.hang_ceiling_seconds, factor * p99))
-        words = f"max({floor:g}, {capped(factor, p99, config)})"
-        if LONG_UNITS_FACTOR * median > seconds:
-            seconds, words = (
-                LONG_UNITS_FACTOR * median,
-                f"{LONG_UNITS_FACTOR:g} x median {median:.2f}, above the ceiling",
-            )
-        text, learned = f"{seconds:.1f} s = {words}", True
-    if longest is not None and LONG_UNITS_FACTOR * longest > seconds:
-        seconds = LONG_UNITS_FACTOR * longest
-        text, learned = f"{seconds:.1f} s = {LONG_UNITS_FACTOR:g} x longest {longest:.2f}, little history yet", True
+        text, learned = f"{seconds:.1f} s = max({floor:g}, {capped(factor, p99, config)})", True
+    for m in least:
+        if m.factor * m.seconds > seconds:
+            seconds, learned = m.factor * m.seconds, True
+            text = f"{seconds:.1f} s = {m.factor:g} x {m.what} {m.seconds:.2f}, {m.why}"
     return Deadline(seconds=seconds, text=text, learned=learned)
+
+
+LONG_UNITS_FACTOR = 3.0
+"""Units may take longer than the ceiling: no deadline is below this multiple of their median, which one outlier does
+not raise."""
+TAIL_FACTOR = 2.0
+"""Nor below this multiple of the second longest: generations have a long tail, and a step with an evaluation in it is
+longer than all others. One hang does not raise it either."""
+
+
+def least_of_long_units(gaps: ProgressGaps, role: str, phase: str) -> Sequence[Multiple]:
+    """Of a phase whose units may take longer than the ceiling."""
+    why = "above the ceiling"
+    return (
+        Multiple(LONG_UNITS_FACTOR, gaps.median(role, phase), "median", why),
+        Multiple(TAIL_FACTOR, gaps.second_longest(role, phase), "second longest", why),
+    )
+
+
+def least_of_few_units(longest: float | None) -> Sequence[Multiple]:
+    """Of a phase that was seen too seldom for a P99 of its own. None: not once."""
+    return () if longest is None else (Multiple(LONG_UNITS_FACTOR, longest, "longest", "little history yet"),)
 
 
 SINGLE_PHASES = frozenset({Phase.START, Phase.COPY})

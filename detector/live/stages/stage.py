@@ -35,6 +35,8 @@ from rolecall.detector.live.monitored_process import (
     ProgressClocks,
     capped,
     learned_deadline,
+    least_of_few_units,
+    least_of_long_units,
     single_deadline,
 )
 from rolecall.detector.live.processes import MonitoredProcesses
@@ -99,7 +101,8 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     if phase in SINGLE_PHASES:
         return single_deadline(fleet.gaps.longest(role, phase), subject.incarnation, config)
     if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
-        return learned_deadline(None, config, longest=None if phase in RARE_PHASES else subject.mean_unit_seconds)
+        known = None if phase in RARE_PHASES else subject.mean_unit_seconds
+        return learned_deadline(None, config, least_of_few_units(known))
     p99, longest = fleet.gaps.p99(role, phase), None
     if p99 is None and phase not in RARE_PHASES:
         p99, longest = fleet.gaps.p99_of_role(role), fleet.gaps.longest(role, phase)
@@ -107,8 +110,10 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
             p99 = fleet.gaps.p99(role, UNITS)
         if p99 is None and longest is None:
             longest = subject.mean_unit_seconds
-    is_long = p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds
-    deadline = learned_deadline(p99, config, fleet.gaps.median(role, phase) if is_long else 0.0, longest)
+    least = least_of_few_units(longest)
+    if p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds:
+        least = (*least, *least_of_long_units(fleet.gaps, role, phase))
+    deadline = learned_deadline(p99, config, least)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
     seconds = min(longer, config.hang_ceiling_seconds)
     if p99 and seconds > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:

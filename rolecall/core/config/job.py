@@ -160,8 +160,8 @@ class DetectorConfig(Section):
     hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
     """Deadline as a multiple of the learned P99. A larger value detects later, with fewer false alarms."""
     hang_ceiling_seconds: Seconds = 60.0
-    """Upper bound of a learned deadline, unless the floor is above it; three times the median where units are that
-    long."""
+    """Upper bound of a learned deadline, unless the floor is above it; three times the median, or twice the second
+    longest, where units are that long."""
     first_unit_seconds: Seconds = 120.0
     """Deadline of start, compilation and the first unit of work of an incarnation. A replacement must have started, and
     copied the state, within three times the longest start, or copy, that the run has seen of its role, at least 30 s,

@@ -23,6 +23,7 @@ from rolecall.detector.live.monitored_process import (
     GAPS_MIN,
     ProgressGaps,
     learned_deadline,
+    least_of_long_units,
     single_deadline,
 )
 from rolecall.detector.live.stages.stage import phase_deadline
@@ -118,16 +119,21 @@ def test_deadlines_are_reported_in_words() -> None:
     assert deadline.text.startswith("2.5 s = max(2.5, 5 x P99 0.")
 
 
-def test_units_may_be_longer_than_the_ceiling_and_one_outlier_raises_no_deadline() -> None:
+@pytest.mark.parametrize(
+    ("units", "text"),
+    [
+        pytest.param([1.0] * 31 + [90.0], "60.0 s = max(2.5, min(60, 5 x P99 90.00))", id="one outlier"),
+        pytest.param([70.0] * 20, "210.0 s = 3 x median 70.00, above the ceiling", id="all are long"),
+        pytest.param([1.0] * 30 + [90.0, 80.0], "160.0 s = 2 x second longest 80.00, above the ceiling", id="two"),
+        pytest.param([30.0] * 30 + [80.0] * 2, "160.0 s = 2 x second longest 80.00, above the ceiling", id="long tail"),
+    ],
+)
+def test_units_may_be_longer_than_the_ceiling_and_one_outlier_raises_no_deadline(units: list[float], text: str) -> None:
     gaps = ProgressGaps()
-    for seconds in [1.0] * 20 + [90.0]:
-        gaps.add("trainer", "compute", seconds)
-    for _ in range(20):
-        gaps.add("trainer", "reduce", 70.0)
-    p99, median_seconds = gaps.p99("trainer", "compute"), gaps.median("trainer", "compute")
-    assert learned_deadline(p99, CONFIG, median_seconds).seconds <= CONFIG.hang_ceiling_seconds
-    deadline = learned_deadline(gaps.p99("trainer", "reduce"), CONFIG, gaps.median("trainer", "reduce"))
-    assert deadline.seconds == 210.0 and "3 x median 70.00, above the ceiling" in deadline.text
+    for seconds in units:
+        gaps.add("trainer", "step", seconds)
+    least = least_of_long_units(gaps, "trainer", "step")
+    assert learned_deadline(gaps.p99("trainer", "step"), CONFIG, least).text == text
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ BEATS = "(beats)"
 UNITS = "(units)"
 """The same for the mean seconds of a unit of work, as the process itself measures them: of work too short to be
 sampled."""
+STEPS = "(steps)"
+"""The same for the mean seconds of a step with its waits for other ranks: for phase `step`, which samples may miss on a
+busy machine."""
 GAPS_KEPT = 512
 """Gaps kept per (role, phase): the P99 of 512 values depends on the five largest."""
 GAPS_MIN = 8
@@ -88,7 +91,7 @@ class ProgressGaps:
 
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
-        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS, UNITS}
+        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS, UNITS, STEPS}
         keys = [k for k in self.values if k[0] == role and k[1] not in excluded]
         known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
         return max(known) if known else None
@@ -469,6 +472,7 @@ def advance(
         # Without seconds they were not measured.
         if gaps is not None and finished > 0 and busy > 0.0 and subject.experienced and not subject.tainted:
             gaps.add(subject.role, UNITS, busy / finished)
+            gaps.add(subject.role, STEPS, (busy + sample.exchange_seconds - previous.exchange_seconds) / units)
         subject.worked += units
         subject.worked_wall = now
     if _POSITION(previous) != _POSITION(sample):

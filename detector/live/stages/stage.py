@@ -29,6 +29,7 @@ from rolecall.detector.live.monitored_process import (
     BEATS,
     LONG_UNITS_FACTOR,
     SINGLE_PHASES,
+    STEPS,
     UNITS,
     Deadline,
     MonitoredProcess,
@@ -106,8 +107,8 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     p99, longest = fleet.gaps.p99(role, phase), None
     if p99 is None and phase not in RARE_PHASES:
         p99, longest = fleet.gaps.p99_of_role(role), fleet.gaps.longest(role, phase)
-        if p99 is None and phase in MEASURED_PHASES:
-            p99 = fleet.gaps.p99(role, UNITS)
+        if p99 is None and phase in (Phase.STEP, *MEASURED_PHASES):
+            p99 = fleet.gaps.p99(role, STEPS if phase == Phase.STEP else UNITS)
         if p99 is None and longest is None:
             longest = subject.mean_unit_seconds
     least = least_of_few_units(longest)

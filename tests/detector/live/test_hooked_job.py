@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -154,6 +154,20 @@ def test_the_rank_that_others_wait_for_is_named_although_all_are_in_the_same_ste
     (found,) = job.run(6.0)
     assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
     assert "blocked on a lock or a read" in found.because
+
+
+def test_a_step_too_short_to_be_sampled_has_the_deadline_of_measured_steps() -> None:
+    """On a busy machine every sample may fall between two steps."""
+    job = Job()
+    usual = job._sample
+    job._sample = lambda rank: replace(usual(rank), phase="wait")  # type: ignore[method-assign]
+    assert job.run(14.0) == []
+    job._sample = usual  # type: ignore[method-assign]
+    step = int(job.now)
+    waiting = {n: {"phase": "step", "exchanges": step + 1, "collectives_issued": 3 * step + 2} for n in (0, 1, 3)}
+    job.stand({2: {"phase": "step"}, **waiting})
+    (found,) = job.run(6.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
 
 
 def test_all_ranks_that_hang_in_the_reward_function_are_named(job: Job) -> None:

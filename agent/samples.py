@@ -9,8 +9,9 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from rolecall.agent.collectors.process.host import HostProbe
@@ -157,28 +158,17 @@ def sample_of(tracked: Tracked, at: float, wall_at: float, engine: EngineFields 
     kernel = tracked.probe.read(page.work_tid if page else 0, at)
     if not (alive := tracked.exited_at is None):
         kernel = kernel._replace(proc_state="X", rss_bytes=0, num_threads=0)
-    reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
-    if who.found:
-        reported |= {"phase": NO_PAGE, **engine(who.replica, who.rank, at)}
-    return ProcessSample(
-        process=who.process,
-        role=who.role,
-        replica=who.replica,
-        rank=who.rank,
-        incarnation=who.incarnation,
-        at=at,
-        wall_at=wall_at,
-        alive=alive,
-        page_ok=tracked.page_ok,
-        **kernel._asdict(),
-        **reported,
-    )
+    identity = (who.process, who.role, who.replica, who.rank, who.incarnation)
+    reported = _NOT_REPORTED if page is None else _reported(page)
+    sample = PROCESSES.sample((*identity, at, wall_at, alive, tracked.page_ok, *reported, *kernel))
+    return replace(sample, phase=NO_PAGE, **engine(who.replica, who.rank, at)) if who.found else sample
 
 
-_PAGE_FIELDS = tuple(
-    {f.name for f in fields(PageState)} & {f.name for f in fields(ProcessSample)} - {"replica", "rank", "incarnation"}
-)
-"""The fields of a sample from the page. The identity is the one that the registry has verified."""
+_PAGE_FIELDS = [f for f in fields(ProcessSample) if f.name in {*PageState._fields} - {"replica", "rank", "incarnation"}]
+"""The fields of a sample from the page, between those of its time and those of the kernel. The identity is the one that
+the registry has verified."""
+_reported = itemgetter(*(PageState._fields.index(f.name) for f in _PAGE_FIELDS))
+_NOT_REPORTED = tuple(f.default for f in _PAGE_FIELDS)
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ class ProcessProbe:
         ticks_per_second: int = os.sysconf("SC_CLK_TCK"),
         page_bytes: int = os.sysconf("SC_PAGE_SIZE"),
     ) -> None:
-        self._dir = proc / str(pid)
+        self._pid, self._dir = pid, proc / str(pid)
         self._ticks_per_second, self._page_bytes = ticks_per_second, page_bytes
         self._stat = _OpenFile(self._dir / "stat")
         self._work: _OpenFile | None = None
@@ -143,15 +143,15 @@ class ProcessProbe:
 
     def _read_work_delay(self, work_tid: int, at: float, main_state: str) -> float:
         """Restarts when another thread takes over the work."""
-        task = self._dir / "task" / (str(work_tid) if work_tid else self._dir.name)
         if work_tid != self._work_delay.work_tid or self._work is None:
             if self._work is not None:
                 self._work.close()
             self._work_delay = WorkDelay(work_tid)
-            self._work = _OpenFile(task / "schedstat")
+            self._work = _OpenFile(self._dir / "task" / str(work_tid or self._pid) / "schedstat")
 
         def is_runnable() -> bool:
-            state = main_state if task.name == self._dir.name else parse_stat(read_small(f"{task}/stat")).state
+            is_main = work_tid in (0, self._pid)
+            state = main_state if is_main else parse_stat(read_small(f"{self._dir}/task/{work_tid}/stat")).state
             return state == RUNNABLE
 
         try:

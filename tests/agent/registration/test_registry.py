@@ -337,6 +337,10 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     assert (live.alive, live.page_ok, live.phase, live.progress, live.tokens) == (True, True, "generate", 4, 64)
     assert (live.replica, live.role, live.incarnation, live.work_units) == ("rollout/0", "rollout", 2, 4)
     assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RSD"
+    [tracked] = world.registry.processes()
+    assert tracked.page is not None
+    reported = {name: value for name, value in tracked.page._asdict().items() if hasattr(live, name)}
+    assert {name: repr(getattr(live, name)) for name in reported} == {name: repr(v) for name, v in reported.items()}
     assert len(batch.hosts) == 1
     child.close()
     eventually(lambda: "exited" in world.kinds(), "the exit was reported")

@@ -86,7 +86,8 @@ def read_small(path: str) -> bytes:
 
 
 class ProcessProbe:
-    """Reads one process. `read` never raises: unreadable values keep their last value and `proc_state` becomes `?`."""
+    """Reads one process. `read` never raises: unreadable values keep their last value and `proc_state` becomes `?`.
+    `reading`: the newest."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class ProcessProbe:
         self._work_delay = WorkDelay()
         self._delay_of_tid: dict[str, float] = {}
         self._rounds = 0
-        self._reading = ProcessReading()
+        self.reading = ProcessReading()
 
     def close(self) -> None:
         self._stat.close()
@@ -116,12 +117,12 @@ class ProcessProbe:
     def read(self, work_tid: int = 0, at: float = 0.0) -> ProcessReading:
         """The process now, at `at` (monotonic seconds). `work_tid`: native ID of its working thread; 0: the main
         thread."""
-        last = self._reading
+        last = self.reading
         try:
             stat = parse_stat(self._stat.read())
         except (OSError, ValueError):
-            self._reading = last._replace(proc_state="?")
-            return self._reading
+            self.reading = last._replace(proc_state="?")
+            return self.reading
         work_delay = self._read_work_delay(work_tid, at, stat.state)
         total, throttled = last.run_delay_seconds, last.throttled_seconds
         if self._rounds % SLOW_ROUNDS == 0:
@@ -129,7 +130,7 @@ class ProcessProbe:
         if self._rounds % THROTTLE_ROUNDS == 0:
             throttled = max(throttled, self._throttled())
         self._rounds += 1
-        self._reading = ProcessReading(
+        self.reading = ProcessReading(
             proc_state=stat.state,
             cpu_seconds=stat.cpu_ticks / self._ticks_per_second,
             run_delay_seconds=total,
@@ -139,7 +140,7 @@ class ProcessProbe:
             num_threads=stat.num_threads,
             major_faults=stat.major_faults,
         )
-        return self._reading
+        return self.reading
 
     def _read_work_delay(self, work_tid: int, at: float, main_state: str) -> float:
         """Restarts when another thread takes over the work."""

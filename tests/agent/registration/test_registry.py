@@ -23,6 +23,7 @@ from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIO
 from rolecall.agent.reporter.sender import send_message
 from rolecall.agent.samples import Sampler, SampleRing, sample_of
 from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.columns import PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import registration_secret
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
@@ -358,7 +359,9 @@ def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> N
     child.do("reporter._page.q[2] |= 1; reporter._page.q[14] = 99")  # stopped in the middle of a write
     world.poll()
     [tracked] = world.registry.processes()
-    sample = sample_of(tracked, 1.0, 2.0)
+    row = sample_of(tracked, 1.0, 2.0)
+    assert isinstance(row, tuple)
+    sample = PROCESSES.sample(row)
     assert (sample.page_ok, sample.progress) == (False, 3)
     assert world.registry.num_torn == 1
 

@@ -30,14 +30,15 @@ def is_remote(type_: str) -> bool:
 
 
 class DiskSpace(NamedTuple):
-    """A file system as a user's process sees it. `device`: the same for all that see this disk. `files_free`: inodes;
-    None if it does not count them."""
+    """A file system as a user's process sees it. `number`: `major:minor` on this host. `files_free`: inodes; None if it
+    does not count them."""
 
     path: str
-    device: str
+    number: str
     available_bytes: int
     size_bytes: int
     files_free: int | None = None
+    proc: Path = Path("/proc")
 
     @property
     def is_full(self) -> bool:
@@ -49,6 +50,11 @@ class DiskSpace(NamedTuple):
 
     def _is_below(self, factor: float) -> bool:
         return self.files_free == 0 or self.available_bytes < factor * min(FULL_BYTES, FULL_SHARE * self.size_bytes)
+
+    @property
+    def device(self) -> str:
+        """The same for all that see this disk. Read from `proc` at each call: needed for events only."""
+        return _device(self.number, self.proc)
 
     @property
     def detail(self) -> dict[str, str]:
@@ -67,10 +73,11 @@ def disk_space(path: Path, proc: Path = Path("/proc")) -> DiskSpace | None:
         return None
     return DiskSpace(
         path=str(path),
-        device=_device(f"{os.major(number)}:{os.minor(number)}", proc),
+        number=f"{os.major(number)}:{os.minor(number)}",
         available_bytes=stat.f_bavail * stat.f_frsize,
         size_bytes=stat.f_blocks * stat.f_frsize,
         files_free=stat.f_favail if stat.f_files else None,
+        proc=proc,
     )
 
 

@@ -5,14 +5,17 @@ SIGKILL of the agent (at-least-once delivery). A torn last line is cut off at th
 newest NUM_KEPT events when it reaches twice as many; numbers never restart while the file exists. `sync()` flushes to
 disk; a node crash may reuse the numbers of the last second."""
 
+import asyncio
 import errno
 import json
 import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rolecall.core.clock import Clock
@@ -46,6 +49,7 @@ class EventLog:
         """
         self._path, self._node, self._clock, self._num_kept = path, node, clock, num_kept
         self._changed = threading.Condition()
+        self._arrivals: set[Callable[[], object]] = set()  # called after each event
         self._events: deque[AgentEvent] = deque(maxlen=num_kept)
         self._newest = 0
         self._lines = 0
@@ -110,6 +114,8 @@ class EventLog:
             self._events.append(event)
             self.num_by_kind[str(kind)] += 1
             self._changed.notify_all()
+            for arrived in tuple(self._arrivals):
+                arrived()
         return event
 
     def _write(self, event: AgentEvent) -> None:
@@ -160,10 +166,32 @@ class EventLog:
             self._changed.wait_for(lambda: self._newest != seq, timeout=seconds)
             if seq > self._newest:
                 seq = 0
-            events = tuple(e for e in self._events if e.seq > seq)[:limit]
+            events = tuple(takewhile(lambda e: e.seq > seq, reversed(self._events)))[::-1][:limit]
             first = self._events[0].seq if self._events else self._newest + 1
             lost = max(0, first - seq - 1) if seq > 0 else 0
             return EventPage(events=events, newest=self._newest, lost=lost)
+
+    @property
+    def newest(self) -> int:
+        """Last seq issued. Takes no lock: that is held during a write to a disk that may hang."""
+        return self._newest
+
+    async def arrival(self, seq: int, seconds: float) -> None:
+        """Waits up to `seconds` until `newest` differs from `seq`: as `wait`, in an event loop and without a lock."""
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def arrived() -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(changed.set)
+
+        self._arrivals.add(arrived)
+        timer = loop.call_later(seconds, changed.set)
+        try:
+            if self._newest == seq:
+                await changed.wait()
+        finally:
+            timer.cancel()
+            self._arrivals.discard(arrived)
 
     def has(self, kind: AgentEventKind, process: ProcessId) -> bool:
         """Whether such an event of this process is still kept."""

@@ -124,7 +124,7 @@ class Agent:
         clock = self._clock
         self.events = EventLog(self._dir / "events.jsonl", settings.node, clock)
         self._exits = ExitWatch()  # the real /proc: pidfds refer to this machine whatever `proc` is
-        host = HostProbe(settings.node, proc=settings.proc)
+        self._host = host = HostProbe(settings.node, proc=settings.proc)
         self.registry = Registry(
             node=settings.node,
             data_dir=self._dir,
@@ -264,6 +264,7 @@ class Agent:
         self._intake.stop()
         self._probes.stop()
         self._exits.stop()
+        self._host.close()
         self.events.close()
         os.close(self._lock)
 

@@ -9,8 +9,9 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from rolecall.agent.collectors.process.host import HostProbe
@@ -28,15 +29,26 @@ NUM_SAMPLES_KEPT = 4096
 NUM_DROPPED_REMEMBERED = 4096
 
 
+SampleRow = tuple[Any, ...]
+"""The values of a ProcessSample, in order."""
+
+
 @dataclass(slots=True)
 class _Round:
-    """One sampling round. Its JSON is rendered for the first reader and cached."""
+    """One sampling round. Samples and JSON are made for the first reader and kept: several rounds at once cost little
+    more than one."""
 
     number: int
-    processes: tuple[ProcessSample, ...]
+    rows: tuple[ProcessSample | SampleRow, ...]
     hosts: tuple[HostSample, ...]
     gpus: tuple[GpuSample, ...] = ()
     _json: tuple[str, ...] = ()
+
+    @property
+    def processes(self) -> tuple[ProcessSample, ...]:
+        samples = tuple(r if isinstance(r, ProcessSample) else PROCESSES.sample(r) for r in self.rows)
+        self.rows = samples
+        return samples
 
     def json(self) -> tuple[str, ...]:
         """Of processes, hosts and GPUs, without brackets."""
@@ -47,7 +59,7 @@ class _Round:
 
     @property
     def size(self) -> int:
-        return len(self.processes) + len(self.hosts) + len(self.gpus)
+        return len(self.rows) + len(self.hosts) + len(self.gpus)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -76,7 +88,10 @@ class SampleRing:
         self.num_lost = 0  # dropped before any reader asked
 
     def add(
-        self, processes: tuple[ProcessSample, ...], hosts: tuple[HostSample, ...], gpus: tuple[GpuSample, ...] = ()
+        self,
+        processes: tuple[ProcessSample | SampleRow, ...],
+        hosts: tuple[HostSample, ...],
+        gpus: tuple[GpuSample, ...] = (),
     ) -> int:
         """One round; returns its number."""
         with self._lock:
@@ -151,34 +166,25 @@ EngineFields = Callable[[str, int, float], Mapping[str, Any]]
 """(replica, rank, node monotonic seconds) -> fields that an engine's own metrics give; empty: none."""
 
 
-def sample_of(tracked: Tracked, at: float, wall_at: float, engine: EngineFields = lambda *_: {}) -> ProcessSample:
+def sample_of(
+    tracked: Tracked, at: float, wall_at: float, engine: EngineFields = lambda *_: {}
+) -> ProcessSample | SampleRow:
     """Joins page and kernel state into one sample. `registry.poll` has just read the page."""
     who, page = tracked.registration, tracked.page
     kernel = tracked.probe.read(page.work_tid if page else 0, at)
     if not (alive := tracked.exited_at is None):
         kernel = kernel._replace(proc_state="X", rss_bytes=0, num_threads=0)
-    reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
-    if who.found:
-        reported |= {"phase": NO_PAGE, **engine(who.replica, who.rank, at)}
-    return ProcessSample(
-        process=who.process,
-        role=who.role,
-        replica=who.replica,
-        rank=who.rank,
-        incarnation=who.incarnation,
-        at=at,
-        wall_at=wall_at,
-        alive=alive,
-        page_ok=tracked.page_ok,
-        **kernel._asdict(),
-        **reported,
-    )
+    identity = (who.process, who.role, who.replica, who.rank, who.incarnation)
+    reported = _NOT_REPORTED if page is None else _reported(page)
+    row = (*identity, at, wall_at, alive, tracked.page_ok, *reported, *kernel)
+    return replace(PROCESSES.sample(row), phase=NO_PAGE, **engine(who.replica, who.rank, at)) if who.found else row
 
 
-_PAGE_FIELDS = tuple(
-    {f.name for f in fields(PageState)} & {f.name for f in fields(ProcessSample)} - {"replica", "rank", "incarnation"}
-)
-"""The fields of a sample from the page. The identity is the one that the registry has verified."""
+_PAGE_FIELDS = [f for f in fields(ProcessSample) if f.name in {*PageState._fields} - {"replica", "rank", "incarnation"}]
+"""The fields of a sample from the page, between those of its time and those of the kernel. The identity is the one that
+the registry has verified."""
+_reported = itemgetter(*(PageState._fields.index(f.name) for f in _PAGE_FIELDS))
+_NOT_REPORTED = tuple(f.default for f in _PAGE_FIELDS)
 
 
 @dataclass(slots=True)
@@ -214,13 +220,14 @@ class Sampler:
     def round(self) -> None:
         """Samples everything once."""
         begun, wall = self._clock.monotonic(), self._clock.wall()
-        samples = []
+        samples, all_readable = [], True
         for tracked in self._registry.processes():
             with self._registry.locked():
                 if tracked.exited_at is None:
                     self._registry.poll(tracked)
                 at = self._clock.monotonic()
                 samples.append(sample_of(tracked, at, wall + (at - begun), self._engine))
+                all_readable &= tracked.exited_at is not None or tracked.probe.reading.proc_state != "?"
         host_done = self._clock.monotonic()
         hosts: tuple[HostSample, ...] = ()
         if begun >= self._host_due:
@@ -232,6 +239,6 @@ class Sampler:
         self._ring.add(tuple(samples), hosts, gpus)
         self.stats.num_rounds += 1
         self.stats.process_seconds = host_done - begun
-        self.stats.processes_ok = all(s.proc_state != "?" or not s.alive for s in samples)
+        self.stats.processes_ok = all_readable
         self.stats.last_at = self._clock.monotonic()
         self.stats.round_seconds = self.stats.last_at - begun

@@ -204,11 +204,14 @@ class Watch:
         self._cached_fleet = None
         try:
             held = self._hold_lease()
-            self._projection.refresh(self._journal)
-            self._detector.forget_replaced(self._fleet())
+            with self._journal.view():
+                self._projection.refresh(self._journal)
+                fleet = self._fleet()
+                stopping = self._journal.flag(STOP_FLAG) is not None or self._projection.ended is not None
+            self._detector.forget_replaced(fleet)
             if not held:
                 return
-            found = self._triage_all(diagnoses)
+            found = self._triage_all(diagnoses, stopping)
             for incident_id in [i.incident_id for i in self._projection.open_incidents()]:
                 if self._failures.due(incident_id):
                     with self._failures.isolate(incident_id):
@@ -270,12 +273,11 @@ class Watch:
 
     # --- triage -------------------------------------------------------------------------------------------------------
 
-    def _triage_all(self, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+    def _triage_all(self, diagnoses: Sequence[Diagnosis], stopping: bool) -> list[Diagnosis]:
         """Returns all current diagnoses, with those that only the journal shows: lost replicas that no detector
         diagnosed, and suspected ones on a node whose burn-in failed.
         """
         now = self._clock.wall()
-        stopping = self._journal.flag(STOP_FLAG) is not None or self._projection.ended is not None
         found = list(diagnoses)
         if not stopping:
             fleet, incidents = self._fleet(), self._projection.incidents.values()

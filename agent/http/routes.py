@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,7 +24,7 @@ from starlette.responses import Response
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.collectors.runner import NoSuchCollector, Probes
-from rolecall.agent.events import EventLog
+from rolecall.agent.events import EventLog, EventPage
 from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
 from rolecall.agent.http import parameters
 from rolecall.agent.http.exposition import agent_value, all_values, build_info, render
@@ -172,15 +173,22 @@ class Routes:
         return Response(body, media_type="application/json")
 
     def event_batch(self, request: Request) -> Response:
-        return json_response(self._events(request, parameters.seconds(request, "wait", WAIT_SECONDS_MAX)).to_dict())
+        after, seconds = parameters.number(request, "after", 0), parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
+        return json_response(self._events(self.events.wait(after, seconds)).to_dict())
 
-    def news(self, request: Request) -> Response:
+    async def news(self, request: Request) -> Response:
         """Events and samples in one response: at the first event, else just after the sample nearest to `wait` from
         now, so that the samples are fresh. `rounds`: how many of the newest samples."""
+        after, since = parameters.number(request, "after", 0), parameters.number(request, "since", 0)
         rounds = parameters.number(request, "rounds", 0)
         seconds = parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
-        events = self._events(request, self._until_a_sample(seconds)).to_dict()
-        return json_response({**events, **self.ring.news(parameters.number(request, "since", 0), rounds)})
+        await self.events.arrival(after, self._until_a_sample(seconds))
+        if since and self.events.newest == after:  # of a regular poll: too little to hand it to a thread
+            return self._news(EventPage(events=(), newest=after, lost=0), since, rounds)
+        return await run_in_threadpool(lambda: self._news(self.events.after(after), since, rounds))
+
+    def _news(self, found: EventPage, since: int, rounds: int) -> Response:
+        return json_response({**self._events(found).to_dict(), **self.ring.news(since, rounds)})
 
     def _until_a_sample(self, seconds: float) -> float:
         """Seconds until just after a sample: `seconds`, up to half an interval more or less."""
@@ -191,9 +199,7 @@ class Routes:
         until = seconds - since + intervals * self.interval_seconds + SAMPLE_SECONDS
         return until if 0.0 < until <= seconds + EXTRA_WAIT_SECONDS_MAX else seconds
 
-    def _events(self, request: Request, seconds: float) -> EventBatch:
-        after = parameters.number(request, "after", 0)
-        found = self.events.wait(after, seconds)
+    def _events(self, found: EventPage) -> EventBatch:
         return EventBatch(
             node=self.node,
             agent_pid=os.getpid(),

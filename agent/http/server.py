@@ -1,7 +1,7 @@
 """HTTP server of the agent and of `rolecall watch`: Starlette on uvicorn, in a thread of its own.
 
-Handlers are synchronous and run in a thread pool that is larger than the number of connections, so a long poll never
-keeps another request waiting. uvicorn limits the idle time between two requests; the limits that a port open to a
+Handlers run in a thread pool that is larger than the number of connections, or wait in the event loop, so a long poll
+never keeps another request waiting. uvicorn limits the idle time between two requests; the limits that a port open to a
 network also needs (connections, TLS handshakes, clients that send or read too slowly) are added here.
 """
 
@@ -14,8 +14,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import iscoroutinefunction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,8 +48,9 @@ NUM_CONNECTIONS_MAX = 32
 IDLE_SECONDS_MAX = 65
 """How long a client may be silent, or not read its response; longer than a Prometheus scrape interval of a minute."""
 HANDSHAKE_SECONDS_MAX = 5.0
-GZIP_BYTES_MIN, GZIP_LEVEL = 1024, 1
-"""Level 1 makes a tenth of the samples of 16 ranks, in 20 us."""
+GZIP_BYTES_MIN, GZIP_LEVEL = 4096, 1
+"""Level 1 makes a tenth of the samples of 16 ranks. For less than 4 KiB, three packets, to fill the compressor's tables
+(256 KiB) costs more than the response."""
 CHUNK_BYTES = 1 << 20
 ACCEPT_PAUSE_SECONDS = 0.1
 STOP_SECONDS = 2.0
@@ -62,13 +64,15 @@ BUSY = (
     f"Content-Length: {len(_BUSY)}\r\nConnection: close\r\n\r\n{_BUSY}"
 ).encode()
 
-Handler = Callable[[Request], Response]
-"""May raise starlette's HTTPException; its detail becomes `{"error": detail}`."""
+Handler = Callable[[Request], Response | Awaitable[Response]]
+"""Runs in a thread, or in the event loop if it is a coroutine function: then it must not block. May raise starlette's
+HTTPException; its detail becomes `{"error": detail}`."""
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def json_response(value: Any, status: int = 200) -> Response:
     """JSON in ASCII: names on this node need not be UTF-8, as Starlette's JSONResponse requires."""
-    return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")
+    return Response(_dumps(value), status, media_type="application/json")
 
 
 def attachment(body: bytes) -> Response:
@@ -103,16 +107,25 @@ def handlers(endpoints: Sequence[Endpoint], owner: object, bearer: str = "") -> 
     """path -> the method of `owner`, behind the checks that `endpoints` demand. `bearer`: the token."""
 
     def checked(endpoint: Endpoint) -> Handler:
-        answer: Handler = getattr(owner, endpoint.method)
+        answer = getattr(owner, endpoint.method)
         names = [parameter.partition("=")[0] for parameter in endpoint.query.split("&")]
 
-        def handle(request: Request) -> Response:
+        def check(request: Request) -> None:
             if endpoint.bearer:
                 parameters.authorize(request, bearer)
             parameters.only(request, *names)
-            return answer(request)
 
-        return handle
+        def handle(request: Request) -> Response:
+            check(request)
+            response: Response = answer(request)
+            return response
+
+        async def handle_in_loop(request: Request) -> Response:
+            check(request)
+            response: Response = await answer(request)
+            return response
+
+        return handle_in_loop if iscoroutinefunction(answer) else handle
 
     return {endpoint.path: checked(endpoint) for endpoint in endpoints}
 

@@ -6,10 +6,12 @@ because truncating a mapped page would kill the agent (SIGBUS)."""
 
 import math
 import os
+import struct
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from rolecall.agent.reporter import page_layout as at
 
@@ -41,20 +43,17 @@ class ReportedException:
         return {**{k: getattr(self, k) for k in keys}, "step": str(self.step), "number": str(self.number), **ends}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageState:
+class PageState(NamedTuple):
     """State that a process reported, at one moment. Fields as in `telemetry.ProcessSample`; those of policy health are
-    NaN until reported, and for reporters without them."""
+    NaN until reported, and for reporters without them. A tuple, because one is made five times a second: first the
+    numbers, each the word of the same name, those of policy health last."""
 
-    replica: str
     rank: int
     incarnation: int
     pid: int
     start_ticks: int
-    proof: str
     work_tid: int
     epoch: int
-    phase: str
     phase_since: float
     phase_entries: int
     step: int
@@ -91,6 +90,9 @@ class PageState:
     truncated_fraction: float
     filtered_fraction: float
     log_ratio_max: float
+    replica: str
+    proof: str
+    phase: str
     finished: bool
     finish_reason: str
     exception: ReportedException | None
@@ -110,11 +112,13 @@ class PageState:
         return hmac.compare_digest(wanted, self.proof)
 
 
-_INTEGERS, _FLOATS = (
-    tuple((f.name, getattr(at, f"W_{f.name.upper()}")) for f in fields(PageState) if f.type is kind)
-    for kind in (int, float)
-)
-"""Fields, with the word of the same name."""
+_NUMBERS = {name: kind for name, kind in PageState.__annotations__.items() if kind in (int, float)}
+_WORDS = [getattr(at, f"W_{name.upper()}") for name in _NUMBERS]
+_FLOAT_WORDS = {at.W_EXCEPTION_AT} | {w for w, kind in zip(_WORDS, _NUMBERS.values(), strict=True) if kind is float}
+_PAGE_WORDS = struct.Struct("=" + "".join("d" if word in _FLOAT_WORDS else "q" for word in range(at.NUM_WORDS)))
+_numbers = itemgetter(*_WORDS)
+_NO_HEALTH = (math.nan,) * len(at.HEALTH_WORDS)
+_UNHEALTHY = len(_NUMBERS) - len(_NO_HEALTH)
 
 
 def _text(raw: bytes, area: tuple[int, int]) -> str:
@@ -122,7 +126,7 @@ def _text(raw: bytes, area: tuple[int, int]) -> str:
 
 
 def _finite(value: float) -> float:
-    """Replaces infinity, which JSON lacks, by the largest float. NaN stays (not reported)."""
+    """Replaces infinity, which JSON lacks, by the largest float. NaN stays (not reported), and so does an integer."""
     return math.copysign(_FLOAT_MAX, value) if math.isinf(value) else value
 
 
@@ -136,36 +140,32 @@ def parse_page(raw: bytes) -> PageState:
         raise PageUnreadable(f"{len(raw)} bytes instead of {at.PAGE_BYTES}")
     if raw[:8] != at.MAGIC:
         raise PageUnreadable("not a state page")
-    view = memoryview(raw)[: at.NUM_WORDS * _WORD_BYTES]
-    integers, floats = view.cast("q").tolist(), view.cast("d").tolist()
-    if integers[at.W_LAYOUT] != at.LAYOUT_VERSION:
-        raise PageUnreadable(f"layout {integers[at.W_LAYOUT]}, this agent reads {at.LAYOUT_VERSION}")
-    if integers[at.W_SEQUENCE] & 1:
+    words = _PAGE_WORDS.unpack_from(raw)
+    if words[at.W_LAYOUT] != at.LAYOUT_VERSION:
+        raise PageUnreadable(f"layout {words[at.W_LAYOUT]}, this agent reads {at.LAYOUT_VERSION}")
+    if words[at.W_SEQUENCE] & 1:
         raise PageUnreadable("copied in the middle of a write")
-    numbers: dict[str, Any] = {name: integers[word] for name, word in _INTEGERS}
-    numbers |= {name: _finite(floats[word]) for name, word in _FLOATS}
-    if not numbers["healths"] > 0:
-        numbers |= dict.fromkeys(at.HEALTH_WORDS, math.nan)
-    return PageState(
-        **numbers,
-        replica=_text(raw, at.A_REPLICA),
-        proof=_text(raw, at.A_PROOF),
-        phase=_text(raw, at.A_PHASE),
-        finished=bool(integers[at.W_FINISHED]),
-        finish_reason=_text(raw, at.A_FINISH_REASON) if integers[at.W_FINISHED] else "",
-        exception=ReportedException(
-            number=integers[at.W_EXCEPTIONS],
-            step=integers[at.W_EXCEPTION_STEP],
-            at=_finite(floats[at.W_EXCEPTION_AT]),
+    numbers = _numbers(words)
+    if math.inf in numbers or -math.inf in numbers:
+        numbers = tuple(map(_finite, numbers))
+    if not words[at.W_HEALTHS] > 0:
+        numbers = numbers[:_UNHEALTHY] + _NO_HEALTH
+    finished = bool(words[at.W_FINISHED])
+    exception = None
+    if words[at.W_EXCEPTIONS] > 0:
+        exception = ReportedException(
+            number=words[at.W_EXCEPTIONS],
+            step=words[at.W_EXCEPTION_STEP],
+            at=_finite(words[at.W_EXCEPTION_AT]),
             fingerprint=_text(raw, at.A_EXCEPTION_FINGERPRINT),
             type=_text(raw, at.A_EXCEPTION_TYPE),
             where=_text(raw, at.A_EXCEPTION_WHERE),
             message=_text(raw, at.A_EXCEPTION_MESSAGE)[: at.MESSAGE_CHARACTERS_MAX],
-            uncaught=integers[at.W_UNCAUGHT] == 1,
+            uncaught=words[at.W_UNCAUGHT] == 1,
         )
-        if integers[at.W_EXCEPTIONS] > 0
-        else None,
-    )
+    texts = (_text(raw, area) for area in (at.A_REPLICA, at.A_PROOF, at.A_PHASE))
+    finish_reason = _text(raw, at.A_FINISH_REASON) if finished else ""
+    return PageState._make((*numbers, *texts, finished, finish_reason, exception))
 
 
 class PageReader:

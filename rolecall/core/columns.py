@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from itertools import repeat
 from math import isnan
-from operator import attrgetter
+from operator import attrgetter, call
 from typing import Any, Generic, TypeVar
 
 from rolecall.core.ids import NodeId, ProcessId
@@ -57,6 +57,12 @@ class Layout(Generic[S]):
                 paths.append(field.name)
         self._values = attrgetter(*paths)
         self._setters = {f.name: getattr(cls, f.name).__set__ for f in fields(cls)}
+
+    def sample(self, values: Sequence[Any]) -> S:
+        """One sample from the values of all fields in order: half the cost of the constructor of a frozen class."""
+        made = self.cls.__new__(self.cls)
+        deque(map(call, self._setters.values(), repeat(made), values), maxlen=0)
+        return made
 
     def encode(self, samples: Sequence[S]) -> dict[str, Any]:
         """`{"rows": number, "columns": {name: list or value}}`."""

@@ -1,14 +1,13 @@
 """`/proc/PID/stat` (proc(5)): who a process is, its state, and what it has used."""
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PROC = Path("/proc")
 STAT_BYTES_MAX = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stat:
+class Stat(NamedTuple):
     """Fields, numbered as in proc(5)."""
 
     name: str  # 2, truncated by the kernel to 15 characters

@@ -287,7 +287,7 @@ def watch_run(
     meter, server, external = Meter(clock), None, None
     source.start()
     try:
-        server = _serve(run, job, metrics, meter, notifier, ours=ours)
+        server = _serve(run, job, metrics, meter, notifier, (lambda: listed.newest) if ours else None)
         every = EveryProcess(source) if watched.actuator is not None else None
         chosen: ObservationSource = every or source
         other_jobs: Callable[[], tuple[str, ...]] = tuple
@@ -390,10 +390,15 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
 
 
 def _serve(
-    run: RunDir, job: JobConfig, wanted: MetricsEndpoint | None, meter: Meter, notifier: Notifier, *, ours: bool
+    run: RunDir,
+    job: JobConfig,
+    wanted: MetricsEndpoint | None,
+    meter: Meter,
+    notifier: Notifier,
+    agents: Callable[[], Mapping[str, str]] | None,
 ) -> WatchServer | None:
-    """Raises ConfigError: the requested address is not available."""
-    if wanted is None and not ours:
+    """`agents`: as for `WatchServer`. Raises ConfigError: the requested address is not available."""
+    if wanted is None and agents is None:
         return None
     asked = wanted or MetricsEndpoint(ListenAddress(LOOPBACK, 0))
     try:
@@ -403,7 +408,7 @@ def _serve(
             asked.address,
             meter,
             meter.clock,
-            agents=(lambda: agent_urls(run)) if ours else None,
+            agents=agents,
             calls_failed=lambda: int(getattr(notifier, "num_failed", 0)),
             web=asked.web,
         )

@@ -29,7 +29,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, JournalPage
 from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.nodes import QUARANTINE_KINDS, nodes_quarantined_by
@@ -73,49 +73,64 @@ ENDPOINTS = (
 
 
 class JournalMetricsPoller:
-    """Values of the last journal poll. `poll` is for one thread, `values` for all."""
+    """What the last journal poll has read, and its values. `poll` is for one thread, `values` for all."""
 
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
         self._reader, self._account, self._projection = JournalReader(), run_account(job), IncidentProjection()
         self._places = RunPlaces()
         self._quarantines: list[Event] = []
-        self.values: tuple[MetricValue, ...] = ()
+        self._view: JournalView | None = None
+        self._lock = threading.Lock()  # of view and account
         self.unfit: Mapping[str, tuple[str, ...]] | None = None
         """Node -> reasons why nothing should start there. None: not known yet."""
 
     def poll(self) -> bool:
         """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
         Raises JournalError: it cannot be read; the previous values remain as well."""
-        for page in islice(self._reader.pages(self._journal), PAGES_PER_POLL):
-            for event in page.events:
-                # Deliberate: an invalid event from a foreign writer must not hide the others.
-                with suppress(Exception):
-                    if isinstance(event.payload, RunStarted):
-                        self._places = RunPlaces.told(event.payload)
-                    self._account.take(event)
-                if event.kind in QUARANTINE_KINDS:
-                    self._quarantines.append(event)
-            self._projection.take(page.events, page.damaged)
-        if not self._reader.at_end:
-            return False
+        with self._journal.view():
+            for page in islice(self._reader.pages(self._journal), PAGES_PER_POLL):
+                with self._lock:
+                    self._take(page)
+            if not self._reader.at_end:
+                return False
+            lease, paused = self._journal.lease(LEASE_NAME), self._journal.flag(PAUSED_FLAG) is not None
+            fleet = fleet_view(self._journal.desired(), self._journal.current(), self._places)
         self._projection.to_notify.clear()  # no notifications are sent from here
         self.unfit = unfit_nodes(self._projection.incidents.values(), nodes_quarantined_by(self._quarantines))
-        now = self._clock.wall()
-        view = JournalView(
-            read_at=now,
-            lease=self._journal.lease(LEASE_NAME),
-            paused=self._journal.flag(PAUSED_FLAG) is not None,
-            incidents=self._projection.incidents,
-            num_broken=len(self._projection.broken),
-            fleet=fleet_view(self._journal.desired(), self._journal.current(), self._places),
-        )
-        account = self._account
-        self.values = (
-            *journal_values(view, account, self._job, now),
-            *run_values(view, account, self._job, self._run_id, now, ours=self._ours),
-        )
+        with self._lock:
+            self._view = JournalView(
+                read_at=self._clock.wall(),
+                lease=lease,
+                paused=paused,
+                incidents=self._projection.incidents,
+                num_broken=len(self._projection.broken),
+                fleet=fleet,
+            )
         return True
+
+    def _take(self, page: JournalPage) -> None:
+        for event in page.events:
+            # Deliberate: an invalid event from a foreign writer must not hide the others.
+            with suppress(Exception):
+                if isinstance(event.payload, RunStarted):
+                    self._places = RunPlaces.told(event.payload)
+                self._account.take(event)
+            if event.kind in QUARANTINE_KINDS:
+                self._quarantines.append(event)
+        self._projection.take(page.events, page.damaged)
+
+    @property
+    def values(self) -> tuple[MetricValue, ...]:
+        """As of the last poll: hundreds, which only a scrape needs. Empty before the first poll."""
+        with self._lock:
+            view, account = self._view, self._account
+            if view is None:
+                return ()
+            return (
+                *journal_values(view, account, self._job, view.read_at),
+                *run_values(view, account, self._job, self._run_id, view.read_at, ours=self._ours),
+            )
 
 
 def unfit_nodes(incidents: Iterable[Incident], quarantined: Iterable[NodeId]) -> dict[str, tuple[str, ...]]:
@@ -207,7 +222,13 @@ class WatchServer:
             self._stop.wait(self._poll_seconds)
 
     def metrics(self, request: Request) -> Response:
-        values = (*tick_values(self._tick()), *self._poller.values)
+        try:
+            of_journal = self._poller.values
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: what the journal holds must not hide the state of the watch.
+            logger.warning("no values of the journal for /metrics: %s: %s", type(e).__name__, e)
+            of_journal = ()
+        values = (*tick_values(self._tick()), *of_journal)
         body, content_type = render(values, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 

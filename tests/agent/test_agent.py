@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,19 @@ def test_answers_match_the_detectors_types(agent: AgentProcess, child: Child) ->
     assert status == 200
     assert re.search(r'rolecall_process_up\{[^}]*replica="rollout/1"[^}]*\} 1\.0', metrics)
     assert 'rolecall_probe_up{node="node-1",probe="process"} 1.0' in metrics
+
+
+def test_a_poll_of_a_watch_ends_with_an_event_else_with_a_sample(agent: AgentProcess, child: Child) -> None:
+    child.start("rollout/1")
+    _registered(agent, "rollout/1")
+    first, _ = checked_news(agent.get("/v1/news?after=2&since=0&wait=0")[1], "node-1")
+    batch, events = checked_news(agent.get(f"/v1/news?after=2&since={first.cursor}&wait=0.5")[1], "node-1")
+    assert batch.cursor > first.cursor and batch.processes and (events.newest, events.events) == (2, ())
+    with ThreadPoolExecutor(1) as pool:
+        poll = pool.submit(agent.get, f"/v1/news?after=2&since={batch.cursor}&wait={WAIT_SECONDS}")
+        child.execute("reporter.set_step(3); raise FloatingPointError('loss is NaN')")
+        _, events = checked_news(poll.result()[1], "node-1")
+    assert events.events[0].kind == "exception"
 
 
 def test_stacks_need_the_token_and_a_registered_process(agent: AgentProcess, child: Child) -> None:

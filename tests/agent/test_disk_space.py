@@ -14,7 +14,7 @@ FULL, FREE = AgentEventKind.DISK_FULL, AgentEventKind.DISK_FREE
 
 
 def space(available: int, size: int = 100 * GIB, files_free: int | None = 1000) -> DiskSpace:
-    return DiskSpace(path="/d", device="8:1", available_bytes=available, size_bytes=size, files_free=files_free)
+    return DiskSpace(path="/d", number="8:1", available_bytes=available, size_bytes=size, files_free=files_free)
 
 
 @pytest.mark.parametrize(

@@ -398,6 +398,23 @@ def test_flags_are_set_replaced_and_removed(journal: Journal) -> None:
     assert journal.flag("paused") is None
 
 
+def test_reads_within_a_view_see_one_state(journal: Journal) -> None:
+    with journal.view():
+        assert journal.flag("paused") is None and journal.head().position == 0
+        journal.set_flag("paused", "by a test")
+        _write(journal, 1)
+        assert journal.flag("paused") is None and journal.events() == []
+    assert journal.flag("paused") == "by a test" and len(journal.events()) == 1
+
+
+def test_an_error_within_a_view_ends_it(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="of the reader"), journal.view():
+        assert journal.head().position == 0
+        raise ValueError("of the reader")
+    _write(journal, 1)
+    assert journal.head().position == 1
+
+
 def test_the_first_window_saved_under_a_name_stays(journal: Journal) -> None:
     journal.save_window("i1", "window", {"series": [1.0, 2.0]})
     journal.save_window("i1", "window", {"series": []})

@@ -6,7 +6,7 @@ Formats: proc(5), Documentation/accounting/psi.rst. A missing file (a kernel wit
 import os
 from pathlib import Path
 
-from rolecall.agent.collectors.counters import read_whole
+from rolecall.agent.collectors.counters import whole
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import HostSample
 
@@ -50,16 +50,27 @@ def parse_keyed(text: str, *keys: str) -> list[int]:
 
 
 class HostProbe:
-    """Reads the node. `failures`: files that the last reading could not use."""
+    """Reads the node; its files stay open. `failures`: files that the last reading could not use."""
 
     def __init__(self, node: NodeId, *, proc: Path = Path("/proc")) -> None:
         self._node, self._proc = node, str(proc)
         self._ticks_per_second = os.sysconf("SC_CLK_TCK")
         self.failures: tuple[str, ...] = ()
+        self._open: dict[str, int] = {}
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _whole(self, name: str) -> str:
+        """Raises OSError: it cannot be read."""
+        if name not in self._open:
+            self._open[name] = os.open(f"{self._proc}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        return whole(self._open[name])
 
     def _text(self, name: str, failures: list[str]) -> str:
         try:
-            return read_whole(f"{self._proc}/{name}")
+            return self._whole(name)
         except OSError:
             failures.append(name)
             return ""
@@ -92,7 +103,7 @@ class HostProbe:
 
     def _stall(self, name: str) -> float:
         try:
-            return parse_stalls(read_whole(f"{self._proc}/{name}")).get("some", 0.0)
+            return parse_stalls(self._whole(name)).get("some", 0.0)
         except OSError:
             return 0.0  # no PSI in this kernel
 

@@ -86,7 +86,8 @@ def read_small(path: str) -> bytes:
 
 
 class ProcessProbe:
-    """Reads one process. `read` never raises: unreadable values keep their last value and `proc_state` becomes `?`."""
+    """Reads one process. `read` never raises: unreadable values keep their last value and `proc_state` becomes `?`.
+    `reading`: the newest."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class ProcessProbe:
         ticks_per_second: int = os.sysconf("SC_CLK_TCK"),
         page_bytes: int = os.sysconf("SC_PAGE_SIZE"),
     ) -> None:
-        self._dir = proc / str(pid)
+        self._pid, self._dir = pid, proc / str(pid)
         self._ticks_per_second, self._page_bytes = ticks_per_second, page_bytes
         self._stat = _OpenFile(self._dir / "stat")
         self._work: _OpenFile | None = None
@@ -105,7 +106,7 @@ class ProcessProbe:
         self._work_delay = WorkDelay()
         self._delay_of_tid: dict[str, float] = {}
         self._rounds = 0
-        self._reading = ProcessReading()
+        self.reading = ProcessReading()
 
     def close(self) -> None:
         self._stat.close()
@@ -116,12 +117,12 @@ class ProcessProbe:
     def read(self, work_tid: int = 0, at: float = 0.0) -> ProcessReading:
         """The process now, at `at` (monotonic seconds). `work_tid`: native ID of its working thread; 0: the main
         thread."""
-        last = self._reading
+        last = self.reading
         try:
             stat = parse_stat(self._stat.read())
         except (OSError, ValueError):
-            self._reading = last._replace(proc_state="?")
-            return self._reading
+            self.reading = last._replace(proc_state="?")
+            return self.reading
         work_delay = self._read_work_delay(work_tid, at, stat.state)
         total, throttled = last.run_delay_seconds, last.throttled_seconds
         if self._rounds % SLOW_ROUNDS == 0:
@@ -129,7 +130,7 @@ class ProcessProbe:
         if self._rounds % THROTTLE_ROUNDS == 0:
             throttled = max(throttled, self._throttled())
         self._rounds += 1
-        self._reading = ProcessReading(
+        self.reading = ProcessReading(
             proc_state=stat.state,
             cpu_seconds=stat.cpu_ticks / self._ticks_per_second,
             run_delay_seconds=total,
@@ -139,19 +140,19 @@ class ProcessProbe:
             num_threads=stat.num_threads,
             major_faults=stat.major_faults,
         )
-        return self._reading
+        return self.reading
 
     def _read_work_delay(self, work_tid: int, at: float, main_state: str) -> float:
         """Restarts when another thread takes over the work."""
-        task = self._dir / "task" / (str(work_tid) if work_tid else self._dir.name)
         if work_tid != self._work_delay.work_tid or self._work is None:
             if self._work is not None:
                 self._work.close()
             self._work_delay = WorkDelay(work_tid)
-            self._work = _OpenFile(task / "schedstat")
+            self._work = _OpenFile(self._dir / "task" / str(work_tid or self._pid) / "schedstat")
 
         def is_runnable() -> bool:
-            state = main_state if task.name == self._dir.name else parse_stat(read_small(f"{task}/stat")).state
+            is_main = work_tid in (0, self._pid)
+            state = main_state if is_main else parse_stat(read_small(f"{self._dir}/task/{work_tid}/stat")).state
             return state == RUNNABLE
 
         try:

@@ -6,7 +6,9 @@ diagnosis, for replay). Related writes share one transaction.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -43,8 +45,35 @@ class JournalPage:
     damaged: list[DamagedLine] = field(default_factory=list)
 
 
+# Queries of every tick of a watch are built once: to build and compile one takes several times as long as to run it.
+_DESIRED = sa.select(DESIRED)
+_NEWEST = (
+    sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
+    .group_by(ACTUAL.c.replica)
+    .subquery()
+)
+_CURRENT = sa.select(ACTUAL).join(
+    _NEWEST, (ACTUAL.c.replica == _NEWEST.c.replica) & (ACTUAL.c.incarnation == _NEWEST.c.incarnation)
+)
+_FLAG = sa.select(FLAGS.c.value).where(FLAGS.c.name == sa.bindparam("name"))
+_LEASE = sa.select(LEASES).where(LEASES.c.name == sa.bindparam("name"))
+_LAST_SEQ = sa.select(sa.func.max(EVENTS.c.seq))
+
+
+@cache
+def _page_query(kinds: tuple[str, ...] | None, of_incident: bool) -> sa.Select[Any]:
+    """Parameters: `after`, `limit`, and `incident` if `of_incident`."""
+    query = sa.select(EVENTS).where(EVENTS.c.seq > sa.bindparam("after")).order_by(EVENTS.c.seq)
+    if kinds is not None:
+        # As text: a list of parameters is expanded again at each execution.
+        query = query.where(EVENTS.c.kind.in_([sa.literal_column(f"'{kind}'") for kind in kinds]))
+    if of_incident:
+        query = query.where(EVENTS.c.incident_id == sa.bindparam("incident"))
+    return query.limit(sa.bindparam("limit", type_=sa.Integer))
+
+
 class Journal:
-    """Reads and writes a run's journal. Every method is one transaction."""
+    """Reads and writes a run's journal. Every method is one transaction; reads within `view` share theirs."""
 
     def __init__(self, url: str, *, clock: Clock | None = None, create: bool = True) -> None:
         self.store = Store(url, create=create)
@@ -52,6 +81,10 @@ class Journal:
 
     def close(self) -> None:
         self.store.close()
+
+    def view(self) -> AbstractContextManager[object]:
+        """Reads of this thread within it see one state of the journal, and nothing that is written meanwhile."""
+        return self.store.read()
 
     def append(
         self,
@@ -143,18 +176,15 @@ class Journal:
     ) -> JournalPage:
         """At most `limit` lines with `seq > after`, oldest first. `wanted`: called with the kind of each line in order;
         a rejected line is not parsed."""
-        query = sa.select(EVENTS).where(EVENTS.c.seq > after).order_by(EVENTS.c.seq).limit(limit)
-        if kinds is not None:
-            query = query.where(EVENTS.c.kind.in_([str(k) for k in kinds]))
-        if incident_id is not None:
-            query = query.where(EVENTS.c.incident_id == incident_id)
+        query = _page_query(None if kinds is None else tuple(map(str, kinds)), incident_id is not None)
+        parameters = {"after": after, "limit": limit, **({} if incident_id is None else {"incident": incident_id})}
         with self.store.read() as conn:
-            rows = conn.execute(query).mappings().all()
+            rows = conn.execute(query, parameters).mappings().all()
             last = rows[-1]["seq"] if rows else after
             full = len(rows) == limit
             if not full and kinds is not None:
                 # No line of these kinds follows: the next page starts here.
-                last = max(last, conn.execute(sa.select(sa.func.max(EVENTS.c.seq))).scalar() or 0)
+                last = max(last, conn.execute(_LAST_SEQ).scalar() or 0)
         page = JournalPage(last=last, full=full)
         for row in rows:
             if wanted is not None and not wanted(row["kind"]):
@@ -215,7 +245,7 @@ class Journal:
             conn.execute(LEASES.update().where(mine).values(expires_at=0.0, holder=""))
 
     def lease(self, name: str) -> Lease | None:
-        return next((Lease(**row) for row in self.store.rows(sa.select(LEASES).where(LEASES.c.name == name))), None)
+        return next((Lease(**row) for row in self.store.rows(_LEASE, name=name)), None)
 
     def _check_fence(self, conn: sa.Connection, lease: Lease) -> None:
         row = conn.execute(sa.select(LEASES).where(LEASES.c.name == lease.name)).mappings().first()
@@ -254,7 +284,7 @@ class Journal:
             conn.execute(DESIRED.delete().where(DESIRED.c.replica == replica))
 
     def desired(self) -> dict[ReplicaId, Desired]:
-        return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(sa.select(DESIRED))}
+        return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(_DESIRED)}
 
     def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = (), lease: Lease | None = None) -> bool:
         """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
@@ -300,10 +330,7 @@ class Journal:
 
     def current(self) -> dict[ReplicaId, Actual]:
         """The newest incarnation of each replica, without reading the many older ones."""
-        newest = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
-        last = newest.group_by(ACTUAL.c.replica).subquery()
-        these = (ACTUAL.c.replica == last.c.replica) & (ACTUAL.c.incarnation == last.c.incarnation)
-        records = (actual_of(r, self.store.where) for r in self.store.rows(sa.select(ACTUAL).join(last, these)))
+        records = (actual_of(r, self.store.where) for r in self.store.rows(_CURRENT))
         return {record.replica: record for record in records}
 
     def grow_epoch(self, members: Iterable[tuple[ReplicaId, int]], because: str) -> Epoch:
@@ -340,7 +367,7 @@ class Journal:
 
     def flag(self, name: str) -> str | None:
         with self.store.read() as conn:
-            return conn.execute(sa.select(FLAGS.c.value).where(FLAGS.c.name == name)).scalar()
+            return conn.execute(_FLAG, {"name": name}).scalar()
 
     def save_window(self, incident_id: str, name: str, value: Any) -> None:
         """Stores the input of a diagnosis (JSON, compressed). The first one saved under a name is kept."""

@@ -8,6 +8,7 @@ power."""
 import hashlib
 import json
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ class Store:
         self._is_sqlite = url.startswith("sqlite")
         self._was_open = False
         self._clock = SystemClock()
+        self._reading = threading.local()  # `conn`: of the thread's transaction
         self.engine = _sqlite_engine(url, create) if self._is_sqlite else _postgresql_engine(url)
         try:
             self._open(create)
@@ -107,19 +109,28 @@ class Store:
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """One consistent view.
+        """One consistent view. Within it, further reads of this thread see the same view: a transaction costs more than
+        a small query. It does not show what is written meanwhile.
 
         Raises:
             JournalUnavailable: the database cannot be used now. JournalCorrupt: the file is damaged.
         """
+        outer: sa.Connection | None = getattr(self._reading, "conn", None)
+        if outer is not None:
+            yield outer
+            return
         options: dict[str, Any] = {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ"}
         with self._connected(**options) as conn, conn.begin():
-            yield conn
+            self._reading.conn = conn
+            try:
+                yield conn
+            finally:
+                self._reading.conn = None
 
-    def rows(self, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
-        """The result of a query, in its own transaction. Raises as `read`."""
+    def rows(self, query: sa.Select[Any], **parameters: Any) -> Sequence[sa.RowMapping]:
+        """The result of a query. Raises as `read`."""
         with self.read() as conn:
-            return conn.execute(query).mappings().all()
+            return conn.execute(query, parameters).mappings().all()
 
     @contextmanager
     def _connected(self, **options: Any) -> Iterator[sa.Connection]:

@@ -1,5 +1,6 @@
 """Kernel data of recorded trees (`proc/`: a busy, a stopped and a dead process, and a host)."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -202,6 +203,19 @@ def test_the_host() -> None:
     assert found.memory_available_bytes == 23658664 * 1024
     assert found.cpu_some_stall_seconds == pytest.approx(115.853003)
     assert (found.memory_some_stall_seconds, found.oom_kills) == (0.0, 0)
+
+
+def test_the_files_of_the_host_stay_open_and_are_read_anew(tmp_path: Path) -> None:
+    for name in ("stat", "meminfo", "vmstat", "loadavg"):
+        shutil.copy(RECORDED / name, tmp_path / name)
+    it = HostProbe(NodeId("node-1"), proc=tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    assert it.read(at=5.0, wall_at=6.0).load_1m == 1.97
+    (tmp_path / "loadavg").write_text("3.50 1.00 1.00 1/2 3\n")  # in place, as a file of the kernel changes
+    assert it.read(at=6.0, wall_at=7.0).load_1m == 3.5
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    it.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_host_that_shows_nothing_is_a_failed_probe_not_an_error(tmp_path: Path) -> None:

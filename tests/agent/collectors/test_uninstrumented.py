@@ -35,7 +35,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed
 from rolecall.core.metrics.catalogue import process_values
-from rolecall.core.telemetry import AgentEvent
+from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.recovery.operators import queries
 from rolecall.watch.agents import entries_of, listed, named_agents, observing_run
 from rolecall.watch.run import watch_run
@@ -434,6 +434,7 @@ def test_without_a_page_there_is_no_progress(world: World, job: Job) -> None:
     world.poll()
     [tracked] = world.registry.processes()
     sample = sample_of(tracked, 1.0, 2.0)
+    assert isinstance(sample, ProcessSample)
     assert sample.phase == "" and sample.alive and sample.process.pid == rank.pid
     named = {v.metric.source for v in process_values(sample)}
     assert {"alive", "proc_state", "cpu_seconds"} <= named

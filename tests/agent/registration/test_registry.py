@@ -23,6 +23,7 @@ from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIO
 from rolecall.agent.reporter.sender import send_message
 from rolecall.agent.samples import Sampler, SampleRing, sample_of
 from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.columns import PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import registration_secret
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
@@ -337,6 +338,10 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     assert (live.alive, live.page_ok, live.phase, live.progress, live.tokens) == (True, True, "generate", 4, 64)
     assert (live.replica, live.role, live.incarnation, live.work_units) == ("rollout/0", "rollout", 2, 4)
     assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RSD"
+    [tracked] = world.registry.processes()
+    assert tracked.page is not None
+    reported = {name: value for name, value in tracked.page._asdict().items() if hasattr(live, name)}
+    assert {name: repr(getattr(live, name)) for name in reported} == {name: repr(v) for name, v in reported.items()}
     assert len(batch.hosts) == 1
     child.close()
     eventually(lambda: "exited" in world.kinds(), "the exit was reported")
@@ -354,7 +359,9 @@ def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> N
     child.do("reporter._page.q[2] |= 1; reporter._page.q[14] = 99")  # stopped in the middle of a write
     world.poll()
     [tracked] = world.registry.processes()
-    sample = sample_of(tracked, 1.0, 2.0)
+    row = sample_of(tracked, 1.0, 2.0)
+    assert isinstance(row, tuple)
+    sample = PROCESSES.sample(row)
     assert (sample.page_ok, sample.progress) == (False, 3)
     assert world.registry.num_torn == 1
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import struct
-from dataclasses import fields
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def test_every_sign_of_health_has_its_word_behind_the_older_ones() -> None:
     words = [layout.W_HEALTHS, *layout.HEALTH_WORDS.values()]
     assert tuple(layout.HEALTH_WORDS) == HEALTH_SIGNS
     assert words == list(range(layout.W_JUMPS + 1, layout.W_JUMPS + 1 + len(words))) and words[-1] < layout.NUM_WORDS
-    assert all(f.type is float for f in fields(PageState) if f.name in HEALTH_SIGNS) and layout.LAYOUT_VERSION == 1
+    assert all(PageState.__annotations__[sign] is float for sign in HEALTH_SIGNS) and layout.LAYOUT_VERSION == 1
 
 
 def _damage(what: str) -> bytes:

@@ -50,12 +50,13 @@ def test_the_agents_own_server_compresses_what_is_large_and_is_understood() -> N
     large = {"rows": [{"role": "trainer", "n": n} for n in range(500)]}
 
     def answered(request: Request) -> Response:
-        return json_response(large if request.url.path == "/large" else {"a": 1})
+        return json_response(large if request.url.path == "/large" else small)
 
+    small = {"a": "of a node with one rank" * 100}
     server = HttpServer("127.0.0.1", 0, {"/large": answered, "/small": answered})
     server.start()
     try:
-        assert ask(server.url, "/large") == large and ask(server.url, "/small") == {"a": 1}
+        assert ask(server.url, "/large") == large and ask(server.url, "/small") == small
         for path, accepted, encoding in (("/large", "gzip", "gzip"), ("/large", "", None), ("/small", "gzip", None)):
             connection = http.client.HTTPConnection(*server.address, timeout=10)
             connection.request("GET", path, headers={"Accept-Encoding": accepted})

@@ -19,6 +19,7 @@ from rolecall.cli.options import (
     show,
 )
 from rolecall.core.config.job import NotifyConfig, NotifyFormat, RecoveryConfig, load_job, parse_job
+from rolecall.core.config.watched import load_watched
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
@@ -30,6 +31,7 @@ notify = Commands(no_args_is_help=True, help="Check the channel over which on-ca
     epilog=examples(
         "rolecall notify test my-run",
         "rolecall notify test --job job.yaml",
+        "rolecall notify test --config watch.yaml",
         "ROLECALL_NOTIFY_SECRET=... rolecall notify test --format pagerduty",
         "rolecall notify test --url http://alertmanager:9093/api/v2/alerts",
     ),
@@ -38,7 +40,10 @@ def notify_test(
     run: RunArgument = "",
     option: RunOption = "",
     job: Annotated[Path | None, typer.Option("--job", help="Job file, instead of a run.", metavar="FILE")] = None,
-    url: Annotated[str, typer.Option("--url", help="Address, instead of a run or a job file.", metavar="URL")] = "",
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Watch file, instead of a run.", metavar="FILE")
+    ] = None,
+    url: Annotated[str, typer.Option("--url", help="Address, instead of a run or a file.", metavar="URL")] = "",
     form: Annotated[
         NotifyFormat, typer.Option("--format", help="Format; auto: by the URL.", case_sensitive=False)
     ] = NotifyFormat.AUTO,
@@ -56,15 +61,17 @@ def notify_test(
     from rolecall.recovery.notifications.target import target_of
 
     direct = bool(url or secret_file) or form is not NotifyFormat.AUTO
-    if (bool(run or option) + (job is not None) + direct) > 1:
-        raise ConfigError(["RUN, --job, and --url with --format or --secret-file: give only one of them"])
+    if (bool(run or option) + (job is not None) + (config is not None) + direct) > 1:
+        raise ConfigError(["RUN, --job, --config, and --url with --format or --secret-file: give only one of them"])
     name = "test"
     if direct:
         secret = None if secret_file is None else str(secret_file)
         recovery = RecoveryConfig(notify=NotifyConfig(url=url or None, format=form, secret_file=secret))
     elif job is not None:
-        config = load_job(job)
-        recovery, name = config.recovery, config.name
+        loaded = load_job(job)
+        recovery, name = loaded.recovery, loaded.name
+    elif config is not None:
+        recovery = load_watched(config).recovery
     else:
         found = chosen_run(runs, run, option)
         recovery, name = parse_job(found.read().get("config"), str(found.path / "run.json")).recovery, found.run_id

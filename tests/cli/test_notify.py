@@ -86,12 +86,24 @@ def test_the_channel_of_a_job_file_and_of_a_run(
     capsys.readouterr()
 
 
+def test_the_channel_of_a_watch_file(service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = tmp_path / "watch.yaml"
+    watch.write_text(
+        f"recovery: {{mode: act, notify: {{url: '{service.url}/hook'}}}}\n"
+        "roles: [rollout]\nactuator: {kind: command, replace: ['true']}\n"
+    )
+    assert main(["notify", "test", "--config", str(watch)]) == 0
+    assert [got.body["resolved"] for got in service.got] == [False, True]
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--url", "s3cret"], "must be http"),
         (["--format", "pagerduty"], "needs its routing"),
         (["--job", "job.yaml", "--url", "http://a"], "only one of them"),
+        (["--job", "job.yaml", "--config", "watch.yaml"], "only one of them"),
         (["--job", "job.yaml"], "no notification channel is configured"),
         (["nowhere"], "nowhere"),
     ],

@@ -27,6 +27,8 @@ from rolecall.dashboards.pages.style import STATES, Cell, Link, cell, class_of
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
+NODE_KEY = "fleet.node"
+"""Of the node that was chosen, in the session."""
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
 PHONE_NODES = 50
@@ -97,12 +99,11 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     _history(fleet, cache.by_node, now)
     names = [row.node for row in fleet.rows]
     node = st.selectbox(
-        "Node details", sorted(names, key=nodes.natural), key="fleet.node", index=None, placeholder="worst node"
+        "Node details", sorted(names, key=nodes.natural), key=NODE_KEY, index=None, placeholder="worst node"
     )
     row = fleet.find(node or names[0])
     if row is not None:
-        # The chart's library is large, and would delay the table of all nodes.
-        _node(row, cache.by_node.get(row.node, ()), fleet, snapshot, with_chart=node is not None)
+        _node(row, cache.by_node.get(row.node, ()), fleet, snapshot)
 
 
 def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: float) -> None:
@@ -221,19 +222,12 @@ def _burn_in_result(past: nodes.NodeHistory) -> str:
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
-def _node(
-    row: nodes.NodeRow,
-    found: Sequence[Incident],
-    fleet: nodes.FleetHealth,
-    snapshot: JournalSnapshot,
-    *,
-    with_chart: bool,
-) -> None:
+def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot) -> None:
     with st.container(border=True):
         because = f": {escape(row.because, 300)}" if row.because else ""
         st.html(f'<div class="rc"><b>{escape(row.node, 100)}</b> {escape(row.status)}{because}</div>')
         st.html(_replicas(row, snapshot))
-        _incidents(row, found, fleet, snapshot, with_chart=with_chart)
+        _incidents(row, found, fleet, snapshot)
         _codes(row.codes)
         _commands(row.past)
         _burn_ins(row.past)
@@ -292,12 +286,7 @@ def _incident_table(found: Sequence[Incident], snapshot: JournalSnapshot) -> str
 
 
 def _incidents(
-    row: nodes.NodeRow,
-    found: Sequence[Incident],
-    fleet: nodes.FleetHealth,
-    snapshot: JournalSnapshot,
-    *,
-    with_chart: bool,
+    row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot
 ) -> None:
     st.markdown("**Incidents**")
     if not found:
@@ -308,7 +297,8 @@ def _incidents(
         f"{fleet.median_hour:g}, {fleet.median_day:g}, {fleet.median_month:g}"
     )
     newest = sorted(found, key=lambda i: (i.closed_at is not None, -i.opened_at))[:NODE_INCIDENTS_SHOWN]
-    if with_chart and len(newest) > 1:
+    # Once a node is chosen: the chart's library is large, and would delay the table of all nodes.
+    if len(newest) > 1 and st.session_state.get(NODE_KEY):
         st.altair_chart(_incidents_chart(newest), width="stretch")
     with st.container(height=LISTED_PIXELS if len(newest) > LISTED_INCIDENTS else "content", border=False):
         st.html(_incident_table(newest, snapshot))

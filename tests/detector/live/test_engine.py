@@ -21,11 +21,13 @@ from rolecall.detector.live.history import decode, encode
 from rolecall.detector.live.monitored_process import (
     GAPS_KEPT,
     GAPS_MIN,
+    MonitoredProcess,
     ProgressGaps,
     learned_deadline,
     least_of_long_units,
     single_deadline,
 )
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.stage import phase_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
@@ -171,13 +173,18 @@ def test_the_deadline_of_a_replacement_is_three_times_the_longest_start(one: flo
     assert single_deadline(longer, n, short).seconds == short.first_unit_seconds, "the setting is the upper bound"
 
 
-def test_a_phase_that_was_hardly_seen_has_the_deadline_of_the_longest_other_phase() -> None:
-    """As docs/howto/frameworks.md says it of a reward function that returns at once."""
+def observed_trainer(seconds: float) -> tuple[MonitoredProcesses, MonitoredProcess]:
+    """What a detector knows after so long, and one of its trainers."""
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    for o in fleet.run(45.0):
+    for o in fleet.run(seconds):
         detector.observe(o)
     processes = detector._fleet
-    (trainer, *_) = [p for p in processes.current() if p.role == "trainer"]
+    return processes, next(p for p in processes.current() if p.role == "trainer")
+
+
+def test_a_phase_that_was_hardly_seen_has_the_deadline_of_the_longest_other_phase() -> None:
+    """As docs/howto/frameworks.md says it of a reward function that returns at once."""
+    processes, trainer = observed_trainer(45.0)
     assert trainer.sample is not None
     trainer.sample = replace(trainer.sample, phase=Phase.SCORE)
     trainer.stall.cpu = 0.0  # one that uses CPU has more time
@@ -195,11 +202,7 @@ def test_a_phase_that_was_hardly_seen_has_the_deadline_of_the_longest_other_phas
 def test_a_phase_that_was_seldom_seen_may_take_three_times_its_longest() -> None:
     """A trainer generates once for several steps: many short steps say nothing of a long generation."""
     watched = WatchedConfig().detector
-    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    for o in fleet.run(45.0):
-        detector.observe(o)
-    processes = detector._fleet
-    (trainer, *_) = [p for p in processes.current() if p.role == "trainer"]
+    processes, trainer = observed_trainer(45.0)
     assert trainer.sample is not None
     trainer.sample = replace(trainer.sample, phase=Phase.SCORE, progress=0)
     processes.gaps.add("trainer", Phase.SCORE, 100.0)
@@ -224,17 +227,14 @@ def test_a_phase_that_was_seldom_seen_may_take_three_times_its_longest() -> None
 def test_a_watch_that_has_seen_nothing_goes_by_what_the_process_has_counted(
     progress: int, seconds: float, expected: float
 ) -> None:
-    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    for o in fleet.run(1.0):
-        detector.observe(o)
-    (trainer, *_) = [p for p in detector._fleet.current() if p.role == "trainer"]
+    processes, trainer = observed_trainer(1.0)
     assert trainer.sample is not None and not trainer.phases_done
     started = ProcessId(node=NodeId("node-1"), pid=1, start_ticks=100_00)
     at = 100.0 + seconds
     trainer.sample = replace(
         trainer.sample, phase=Phase.STEP, process=started, progress=progress, progress_at=at, at=at
     )
-    assert phase_deadline(detector._fleet, trainer, WatchedConfig().detector).seconds == expected
+    assert phase_deadline(processes, trainer, WatchedConfig().detector).seconds == expected
 
 
 @given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99))

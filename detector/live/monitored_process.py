@@ -388,13 +388,14 @@ class MonitoredProcess:
         return self.worked >= EXPERIENCED_UNITS
 
     @property
-    def mean_unit_seconds(self) -> float | None:
+    def mean_step_seconds(self) -> float | None:
         """From its start to its last unit of work, by its own count: for a watch that began later. None before enough
-        units."""
+        units. A step may have several units, and may be numbered from those before a restart."""
         s = self.sample
         if s is None or s.progress < EXPERIENCED_UNITS:
             return None
-        return max(0.0, s.progress_at - s.process.start_ticks / USER_HZ) / s.progress
+        num_steps = max(1, min(s.progress, s.step)) if s.step >= 0 else s.progress
+        return max(0.0, s.progress_at - s.process.start_ticks / USER_HZ) / num_steps
 
     @property
     def progress_due(self) -> bool:

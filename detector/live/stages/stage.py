@@ -102,7 +102,7 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     if phase in SINGLE_PHASES:
         return single_deadline(fleet.gaps.longest(role, phase), subject.incarnation, config)
     if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
-        known = None if phase in RARE_PHASES else subject.mean_unit_seconds
+        known = None if phase in RARE_PHASES else subject.mean_step_seconds
         return learned_deadline(None, config, least_of_few_units(known))
     p99, longest = fleet.gaps.p99(role, phase), None
     if p99 is None and phase not in RARE_PHASES:
@@ -110,7 +110,7 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
         if p99 is None and phase in (Phase.STEP, *MEASURED_PHASES):
             p99 = fleet.gaps.p99(role, STEPS if phase == Phase.STEP else UNITS)
         if p99 is None and longest is None:
-            longest = subject.mean_unit_seconds
+            longest = subject.mean_step_seconds
     least = least_of_few_units(longest)
     if p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds:
         least = (*least, *least_of_long_units(fleet.gaps, role, phase))

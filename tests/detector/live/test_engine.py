@@ -217,22 +217,25 @@ def test_a_phase_that_was_seldom_seen_may_take_three_times_its_longest() -> None
 
 
 @pytest.mark.parametrize(
-    ("progress", "seconds", "expected"),
+    ("progress", "step", "seconds", "expected"),
     [
-        pytest.param(0, 900.0, 1800.0, id="the first step of a job"),
-        pytest.param(40, 20.0, 120.0, id="a watch that began after 40 short steps"),
-        pytest.param(40, 24_000.0, 1800.0, id="a watch that began after 40 steps of ten minutes"),
+        pytest.param(0, 0, 900.0, 1800.0, id="the first step of a job"),
+        pytest.param(40, 40, 20.0, 120.0, id="a watch that began after 40 short steps"),
+        pytest.param(40, 40, 24_000.0, 1800.0, id="a watch that began after 40 steps of ten minutes"),
+        pytest.param(40, 9040, 24_000.0, 1800.0, id="the same of a job that went on from a checkpoint"),
+        pytest.param(640, 10, 6_000.0, 1800.0, id="after 10 steps of ten minutes, of 64 units each"),
+        pytest.param(40, -1, 20.0, 120.0, id="steps are not numbered"),
     ],
 )
 def test_a_watch_that_has_seen_nothing_goes_by_what_the_process_has_counted(
-    progress: int, seconds: float, expected: float
+    progress: int, step: int, seconds: float, expected: float
 ) -> None:
     processes, trainer = observed_trainer(1.0)
     assert trainer.sample is not None and not trainer.phases_done
     started = ProcessId(node=NodeId("node-1"), pid=1, start_ticks=100_00)
     at = 100.0 + seconds
     trainer.sample = replace(
-        trainer.sample, phase=Phase.STEP, process=started, progress=progress, progress_at=at, at=at
+        trainer.sample, phase=Phase.STEP, process=started, progress=progress, step=step, progress_at=at, at=at
     )
     assert phase_deadline(processes, trainer, WatchedConfig().detector).seconds == expected
 

@@ -25,9 +25,9 @@ import contextlib
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import get_ident
 from time import monotonic
 from types import ModuleType
 from typing import Any, Protocol
@@ -138,13 +138,12 @@ class TrainingWatch:
 
     def __init__(self, report: Report, torch: Any, clock: Callable[[], float], *, starts: bool = True) -> None:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
-        self._modules = Modules(torch, self._guard_module, self._guard)
-        self._thread = 0
+        self._guard = Guard(getattr(getattr(torch, "compiler", None), "is_compiling", bool))
+        self._modules = Modules(torch, self._guard)
         self._lead: int | None = None
         self._others = 0
         self._num_steps = 0
-        self._is_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", bool)
-        self._off = False
+        self._after_step = Hook(self._guard, self._step, any_thread=True)
         self._ended_at = 0.0  # of the last step
         self._called = False  # a hooked module, since then
         self._began_at: float | None = None  # of the first forward pass of training since then
@@ -157,28 +156,14 @@ class TrainingWatch:
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         """torch calls it after each step of any optimizer."""
         del args, kwargs
-        self._guard(self._step, optimizer)
-        if self._off:
+        self._after_step(optimizer)
+        if self._guard.off:
             self._modules.remove_hooks()  # not where it failed: torch may be walking through them
 
     def stand_down(self) -> None:
         """Not inside a forward pass."""
-        self._off = True
+        self._guard.off = True
         self._modules.remove_hooks()
-
-    def _guard(self, act: Callable[[Any], None], subject: object, any_thread: bool = True) -> None:
-        """The only way from the job's calls into this file."""
-        if self._is_compiling():
-            return  # torch.compile traces this, and gets no further
-        if self._off or not (any_thread or threading.get_ident() == self._thread):
-            return
-        try:
-            act(subject)
-        except Exception:  # noqa: BLE001 the job goes on
-            self._off = True
-
-    def _guard_module(self, act: Callable[[Any], None], module: object) -> None:
-        self._guard(act, module, any_thread=False)
 
     def _step(self, optimizer: object) -> None:
         led = self._lead
@@ -186,12 +171,12 @@ class TrainingWatch:
             return
         if led is None and self._starts:
             if self._report.is_started() or not is_rank(os.environ):
-                self._off = True  # the job reports itself, or nobody can say which rank it is
+                self._guard.off = True  # the job reports itself, or nobody can say which rank it is
                 return
             self._report.start(source=SOURCE, role=role_of_actor(os.environ, title()), **rank_in_group(os.environ))
             self._report.count_collectives(issued_collectives)
         if led != self._lead:  # another one may train other modules, in another thread
-            self._thread = threading.get_ident()
+            self._guard.thread = get_ident()
             self._modules.search()
         elif self._modules.searching:
             self._modules.hook(self._before_forward, self._after_forward)
@@ -264,19 +249,36 @@ class TrainingWatch:
             self._report.exchange()
 
 
-Guard = Callable[[Callable[[Any], None], object], None]
-"""Calls the function with the object, and lets no exception out."""
+class Guard:
+    """When hooks are called. `off`: never again; `thread`: the one whose forward passes count."""
+
+    __slots__ = ("is_compiling", "off", "thread")
+
+    def __init__(self, is_compiling: Callable[[], bool]) -> None:
+        self.is_compiling, self.off, self.thread = is_compiling, False, 0
 
 
 class Hook:
-    """A hook in a module of the job. A copy of the module, also on disk, has a function of the standard library in its
+    """A hook in the job: the only way from its calls into this file, which lets no exception out. One function, because
+    it is called in every step. A copy of a module, also on disk, has a function of the standard library in the hook's
     place that does nothing: it can be loaded where rolecall is not."""
 
-    def __init__(self, guard: Guard, act: Callable[[Any], None]) -> None:
-        self._guard, self._act = guard, act
+    __slots__ = ("_act", "_any_thread", "_guard")
 
-    def __call__(self, module: object, *args: object) -> None:
-        self._guard(self._act, module)
+    def __init__(self, guard: Guard, act: Callable[[Any], None], *, any_thread: bool = False) -> None:
+        """`any_thread`: of backward passes, which autograd may run in its own."""
+        self._guard, self._act, self._any_thread = guard, act, any_thread
+
+    def __call__(self, subject: object, *args: object) -> None:
+        guard = self._guard
+        if guard.is_compiling():
+            return  # torch.compile traces this, and gets no further
+        if guard.off or not (self._any_thread or get_ident() == guard.thread):
+            return
+        try:
+            self._act(subject)
+        except Exception:  # noqa: BLE001 the job goes on
+            guard.off = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
@@ -286,9 +288,8 @@ class Modules:
     """Finds the outermost modules of a step, and hooks them. Not in a job that torch.compile compiles: its guards
     include these hooks, and it would compile again."""
 
-    def __init__(self, torch: Any, guard: Guard, guard_any_thread: Guard) -> None:
-        """`guard`: of forward passes; `guard_any_thread`: of backward passes, which autograd may run in its own."""
-        self._torch, self._guard, self._guard_any_thread = torch, guard, guard_any_thread
+    def __init__(self, torch: Any, guard: Guard) -> None:
+        self._torch, self._guard = torch, guard
         self._handles: list[Any] = []
         self._of_gradients: list[Any] = []
         self._found: dict[int, Any] = {}
@@ -321,7 +322,7 @@ class Modules:
                 # Also of a pass that raises.
                 self._handles.append(module.register_forward_hook(Hook(self._guard, after), always_call=True))
                 for parameter in self._with_whole_gradients(module):
-                    note = Hook(self._guard_any_thread, partial(self._note_gradient, id(module)))
+                    note = Hook(self._guard, partial(self._note_gradient, id(module)), any_thread=True)
                     self._of_gradients.append(parameter.register_post_accumulate_grad_hook(note))
             self.ordering = bool(self._of_gradients)
         self._found = {}
@@ -331,7 +332,7 @@ class Modules:
         module."""
         self._forget_gradients()
         for parameter in self._last.values():
-            hook = Hook(self._guard_any_thread, after)
+            hook = Hook(self._guard, after, any_thread=True)
             self._of_gradients.append(parameter.register_post_accumulate_grad_hook(hook))
         self._last = {}
 
@@ -363,7 +364,7 @@ class Modules:
 
     def _is_compiled(self) -> bool:
         dynamo = sys.modules.get("torch._dynamo.utils")
-        return dynamo is not None and bool(dynamo.counters["frames"]["total"])
+        return dynamo is not None and "frames" in dynamo.counters and bool(dynamo.counters["frames"]["total"])
 
     def _enter(self, module: Any) -> None:
         if not self._depth and self._torch.is_grad_enabled() and len(self._found) < ROOTS_MAX:

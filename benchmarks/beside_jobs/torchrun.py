@@ -2,10 +2,12 @@
 
     python -m benchmarks.beside_jobs.torchrun faults --ranks 4 --count 9   one case of each of nine faults: 5 minutes
     python -m benchmarks.beside_jobs.torchrun healthy --minutes 15         eight jobs without faults, all at once
+    python -m benchmarks.beside_jobs.torchrun faults --scale 300           the same with steps of 39 s
+    python -m benchmarks.beside_jobs.torchrun healthy --only generation --scale 100   RL with steps of half a minute
     python -m benchmarks.beside_jobs.torchrun report [--commit NAMES]      the report again
 
 Each case is a job of its own (`torchrun_job.py`), with an agent and a watch that see nothing else. One rank meets one
-fault after 30 steps or a few more; rank, step and place in the step are drawn by the seed:
+fault after 30 steps or a few more (6 to 9 with `--scale`); rank, step and place in the step are drawn by the seed:
 
     stop           SIGSTOP                              lock           its main thread waits at a lock for ever
     gil            C code that keeps the interpreter    skip           it leaves one collective out
@@ -48,7 +50,8 @@ from rolecall.testing.watched_job import WatchedJob
 LINES = common.RESULTS / "beside_job.jsonl"
 JOB = Path(__file__).with_name("torchrun_job.py")
 PLACES = ("load", "forward", "backward", "between")
-FIRST_STEPS = (30, 60)
+FIRST_STEPS, FIRST_LONG_STEPS = (30, 60), (6, 10)
+STEP_SECONDS = 0.13
 START_SECONDS, OOM_SECONDS = 180.0, 60.0
 SETTLE_SECONDS = 4.0
 """After the right finding: for wrong ones beside it."""
@@ -81,6 +84,10 @@ FAULTS = {
     "slow loader": Expected(FaultClass.SLOW, r"slow", 30.0, 90.0),
 }
 SHAPES = (*("evaluation", "checkpoint", "lengths", "warm-up", "accumulation", "two optimizers", "epochs", "compile"),)
+LONG_SHAPES = ("generation",)
+"""Asked for by name only."""
+WAIT_STEPS = 8
+"""A fault counts as not found after this many steps, if that is longer than its wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +99,13 @@ class Case:
     place: str
 
 
-def cases(seed: int, ranks: int) -> Iterator[Case]:
+def cases(seed: int, ranks: int, first_steps: tuple[int, int] = FIRST_STEPS) -> Iterator[Case]:
     """Each fault once in random order, then again; the same for the same seed, however many are taken."""
     rng = random.Random(f"beside-{seed}-{ranks}")
     number = 0
     while True:
         for fault in rng.sample(list(FAULTS), len(FAULTS)):
-            rank, at, place = rng.randrange(ranks), rng.randrange(*FIRST_STEPS), rng.choice(PLACES)
+            rank, at, place = rng.randrange(ranks), rng.randrange(*first_steps), rng.choice(PLACES)
             yield Case(number=number, fault=fault, rank=rank, at=at, place=place)
             number += 1
 
@@ -112,26 +119,27 @@ def start(job: WatchedJob, ranks: int, plan: dict[str, Any]) -> None:
     job.start_watch("recovery: {mode: observe}\n")
 
 
-def one(case: Case, ranks: int, seed: int) -> dict[str, Any]:
-    expected = FAULTS[case.fault]
+def one(case: Case, ranks: int, seed: int, scale: float) -> dict[str, Any]:
+    expected, step_seconds = FAULTS[case.fault], STEP_SECONDS * scale
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-beside-")))
         mark = folder / "fault"
         job = WatchedJob(folder / "job", (), environment={"OMP_NUM_THREADS": "1"})
         stack.callback(job.close)
         planned = {k: v for k, v in asdict(case).items() if k != "number"}
-        start(job, ranks, {**planned, "seed": seed, "mark": str(mark)})
+        seconds = START_SECONDS + 2 * case.at * step_seconds
+        start(job, ranks, {**planned, "seed": seed, "scale": scale, "mark": str(mark)})
         if case.fault == "oom":
             stack.callback(limit_memory(mark))
-        until = time.monotonic() + START_SECONDS
+        until = time.monotonic() + seconds
         while not mark.exists():
             if time.monotonic() > until:
                 log = (job.folder / "log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"{case}: no fault within {START_SECONDS:g} s:\n{log}")
+                raise RuntimeError(f"{case}: no fault within {seconds:.0f} s:\n{log}")
             time.sleep(0.05)
         load = round(os.getloadavg()[0], 1)
         began = json.loads(mark.read_text())["at"]
-        deadline = began + expected.wait
+        deadline = began + max(expected.wait, WAIT_STEPS * step_seconds)
         while time.time() < deadline:
             found = judged(case, began, findings(job))
             if found["found_seconds"] is not None:
@@ -196,7 +204,7 @@ def judged(case: Case, began: float, found: Sequence[dict[str, Any]]) -> dict[st
     }
 
 
-def healthy(seed: int, minutes: float, shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def healthy(seed: int, minutes: float, shapes: Sequence[str], scale: float) -> Iterator[dict[str, Any]]:
     """All shapes at once, two ranks each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolecall-beside-")))
@@ -204,7 +212,7 @@ def healthy(seed: int, minutes: float, shapes: Sequence[str]) -> Iterator[dict[s
         for shape in shapes:
             jobs[shape] = WatchedJob(folder / shape, (), environment={"OMP_NUM_THREADS": "1"})
             stack.callback(jobs[shape].close)
-            start(jobs[shape], 2, {"shape": shape, "seconds": minutes * 60, "seed": seed})
+            start(jobs[shape], 2, {"shape": shape, "seconds": minutes * 60, "seed": seed, "scale": scale})
         began, until = time.monotonic(), time.monotonic() + minutes * 60 + START_SECONDS
         running = dict(jobs)
         while running and time.monotonic() < until:
@@ -225,21 +233,21 @@ def healthy(seed: int, minutes: float, shapes: Sequence[str]) -> Iterator[dict[s
 def report(lines: Sequence[dict[str, Any]]) -> list[str]:
     commits = ", ".join(dict.fromkeys(x["commit"] for x in lines))
     seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
-    about = "torchrun, gloo, one host, `rolecall exec`, mode observe; steps of 0.13 s, mostly sleeping"
+    about = "torchrun, gloo, one host, `rolecall exec`, mode observe; steps mostly sleep"
     text = common.header("Beside a torchrun job whose code was not touched", about, seeds, commits)
     text += [
         "Seconds from the fault to the finding that names the rank. Right: class, kind and rank; nobody else is named.",
         f"Busy: the host's load average was above {BUSY_LOAD:g} at the fault, since several seeds ran at once.",
         "",
-        "| ranks | host | fault | n | right | rank named | in the bar | median | P25 to P75 | worst | bar |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| step, s | ranks | host | fault | n | right | rank named | in the bar | median | P25 to P75 | worst | bar |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     faults = [x for x in lines if x["kind"] == "fault"]
-    groups: dict[tuple[int, bool, str], list[dict[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[float, int, bool, str], list[dict[str, Any]]] = defaultdict(list)
     for x in faults:
-        groups[x["ranks"], x.get("load", 0.0) > BUSY_LOAD, x["fault"]].append(x)
+        groups[x.get("scale", 1.0), x["ranks"], x.get("load", 0.0) > BUSY_LOAD, x["fault"]].append(x)
     order = list(FAULTS)
-    for (ranks, busy, fault), group in sorted(groups.items(), key=lambda g: (*g[0][:2], order.index(g[0][2]))):
+    for (scale, ranks, busy, fault), group in sorted(groups.items(), key=lambda g: (*g[0][:3], order.index(g[0][3]))):
         expected = FAULTS[fault]
         seconds = [x["found_seconds"] for x in group if x["found_seconds"] is not None]
         in_bar = sum(s <= expected.bar for s in seconds)
@@ -248,7 +256,7 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
             median, low, high = common.middle_and_spread(seconds)
             middle = f"{median:.2f} | {low:.2f} to {high:.2f} | {max(seconds):.2f}"
         right, named = sum(x["right"] for x in group), sum(x["rank_named"] for x in group)
-        about = f"{ranks} | {'busy' if busy else 'quiet'} | {fault}"
+        about = f"{scale * STEP_SECONDS:.3g} | {ranks} | {'busy' if busy else 'quiet'} | {fault}"
         text.append(f"| {about} | {len(group)} | {right} | {named} | {in_bar} | {middle} | {expected.bar:g} |")
     text += [""]
     loads = [x["load"] for x in faults if x.get("load", 0.0) > BUSY_LOAD]
@@ -264,7 +272,7 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
         minutes = sum(x["minutes"] for x in quiet)
         text += ["", f"Without faults, {minutes:.0f} minutes of jobs together:", ""]
         text += ["| shape | jobs | minutes | with exit code 0 | findings |", "|---|---|---|---|---|"]
-        for shape in SHAPES:
+        for shape in (*SHAPES, *LONG_SHAPES):
             group = [x for x in quiet if x["shape"] == shape]
             if group:
                 ended = sum(x["exit_code"] == 0 for x in group)
@@ -282,22 +290,24 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--count", type=int, default=len(FAULTS))
     parser.add_argument("--only", nargs="*", default=[], help="these faults or shapes only")
+    parser.add_argument("--scale", type=float, default=1.0, help="steps take so many times as long")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--commit", nargs="*", default=[], help="of the lines in the report; none: the newest")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left running
     of_commit = common.commit()
-    key = {"commit": of_commit, "seed": options.seed, "host": common.hardware()}
+    key = {"commit": of_commit, "seed": options.seed, "host": common.hardware(), "scale": options.scale}
     if options.what == "faults":
-        drawn = cases(options.seed, options.ranks)
+        first_steps = FIRST_STEPS if options.scale == 1 else FIRST_LONG_STEPS
+        drawn = cases(options.seed, options.ranks, first_steps)
         chosen = [next(drawn) for _ in range(options.first + options.count)][options.first :]
         for case in chosen:
             if options.only and case.fault not in options.only:
                 continue
-            line = {"kind": "fault", "ranks": options.ranks, **asdict(case), **one(case, options.ranks, options.seed)}
-            add(key | line)
+            found = one(case, options.ranks, options.seed, options.scale)
+            add({"kind": "fault", **key, "ranks": options.ranks, **asdict(case), **found})
     elif options.what == "healthy":
-        for line in healthy(options.seed, options.minutes, options.only or SHAPES):
+        for line in healthy(options.seed, options.minutes, options.only or SHAPES, options.scale):
             add({"kind": "healthy"} | key | line)
     lines = common.read_lines(LINES)
     wanted = options.commit or [lines[-1]["commit"]] if lines else []

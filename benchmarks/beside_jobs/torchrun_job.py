@@ -4,6 +4,7 @@
 
 Sleeping stands for the accelerator's work, so that many ranks fit on few cores. A step loads a batch (40 ms), runs a
 forward (30 ms) and a backward pass (60 ms) of a small model in DistributedDataParallel, and sums the loss for the log.
+With `scale` each of these takes that many times as long.
 
 With `fault` in its argument, rank `rank` writes the wall time to the file `mark` in step `at` and then does it, at
 `place`: `load`, `forward`, `backward` or `between` (after the optimizer's step). For `oom` it first waits, at work,
@@ -39,6 +40,7 @@ EVALUATION_STEPS, EVALUATION_SECONDS = 60, 12.0
 CHECKPOINT_STEPS, CHECKPOINT_SECONDS = 60, 9.0
 EPOCH_STEPS, RELOAD_SECONDS = 80, 6.0
 WARM_UP_STEPS, WARM_UP_FACTOR = 40, 10.0
+GENERATION_SECONDS, GENERATION_PASSES, FIRST_GENERATION_FACTOR = 0.2, 20, 5.0
 ACCUMULATION_MAX = 64
 PR_SET_PDEATHSIG = 1
 
@@ -51,6 +53,7 @@ class Plan:
     steps: int = 10**9
     seconds: float = 600.0
     seed: int = 0
+    scale: float = 1.0
     fault: str = ""
     rank: int = -1
     at: int = 30
@@ -171,7 +174,7 @@ class Rows(Dataset[torch.Tensor]):
 
 def batches(plan: Plan, faults: Faults) -> Iterator[torch.Tensor]:
     while plan.shape != "epochs":
-        time.sleep(LOAD_SECONDS * faults.load_factor)
+        time.sleep(LOAD_SECONDS * plan.scale * faults.load_factor)
         faults.reach("load")
         yield torch.randn(BATCH, FEATURES)
     while True:
@@ -185,6 +188,16 @@ def evaluate(net: torch.nn.Module) -> None:
     with torch.no_grad():
         while time.monotonic() < until:
             net(torch.randn(BATCH, FEATURES))
+    net.train()
+
+
+def generate(net: torch.nn.Module, seconds: float) -> None:
+    """As RL does before each step, with responses of different lengths."""
+    net.eval()
+    with torch.no_grad():
+        for _ in range(GENERATION_PASSES):
+            net(torch.randn(BATCH, FEATURES))
+            time.sleep(seconds / GENERATION_PASSES)
     net.train()
 
 
@@ -234,7 +247,11 @@ def train(plan: Plan) -> None:
             if over:
                 return
         faults.begin_step(step)
-        net.work = work_of(plan, step, rng)
+        if plan.shape == "generation":
+            net.work = 0.0
+            factor = math.exp(rng.gauss(0.0, 0.4)) * (1.0 if step else FIRST_GENERATION_FACTOR)
+            generate(net, GENERATION_SECONDS * plan.scale * factor)
+        net.work = work_of(plan, step, rng) * plan.scale
         optimizer.zero_grad()
         number = accumulation_of(plan, step)
         for n in range(number):

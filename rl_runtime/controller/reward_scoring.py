@@ -148,6 +148,7 @@ class RewardScoring:
         self._resting: set[EngineKey] = set()
         self._used: dict[EngineKey, int] = {}  # sequence number of the last call to each
         self._num_calls = 0
+        self._waited: dict[EngineKey, float] = {}  # seconds, for the last answer of each
         self._under_way: set[GroupId] = set()
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
@@ -182,6 +183,7 @@ class RewardScoring:
         self._wakes.pop(key, None)
         self._resting.discard(key)
         self._used.pop(key, None)
+        self._waited.pop(key, None)
         self._ports.pop(key, None)
         self._watched.pop(key, None)
         self.wake()
@@ -261,8 +263,12 @@ class RewardScoring:
         groups = [g.as_group() for g in open_groups]
         ids = [g.group_id for g in groups]
         self._under_way.update(ids)
+        now = asyncio.get_running_loop().time
         try:
-            answer = checked_scores(groups, await port.score(groups, self._limits.seconds))
+            asked_at = now()
+            scores = await port.score(groups, self._limits.seconds, self._waited.pop(key, 0.0))
+            self._waited[key] = now() - asked_at
+            answer = checked_scores(groups, scores)
         except ReplicaExited as e:
             for group_id in ids:
                 self._losses[group_id] += 1

@@ -1,6 +1,6 @@
 """A CPU quota on one process, through its own control group (version 1 or 2), and its removal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -36,9 +36,9 @@ def cpu_group(pid: int, root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) ->
 
 
 @contextmanager
-def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None]:
-    """Limits the process to `ratio` of one CPU within the context. Restores it afterwards if the process is still
-    alive.
+def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[Callable[[], bool]]:
+    """Limits the process to `ratio` of one CPU within the context, and gives a function that says whether the kernel
+    has throttled it since. Restores the process afterwards if it is still alive.
 
     Raises:
         QuotaUnavailable: control groups cannot be written here.
@@ -58,7 +58,7 @@ def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None
         _remove(group)
         raise QuotaUnavailable(f"{group}: {e.strerror}") from e
     try:
-        yield
+        yield lambda: _num_throttled(group) > 0
     finally:
         lift_quota(pid, home)
 
@@ -71,6 +71,14 @@ def lift_quota(pid: int, home: Path) -> None:
     with suppress(ProcessLookupError):  # it exited, as a slow replica that was replaced should
         (home / "cgroup.procs").write_text(str(pid))
     _remove(group)
+
+
+def _num_throttled(group: Path) -> int:
+    """Periods in which a thread of the group ran into the quota."""
+    for line in (group / "cpu.stat").read_text().splitlines():
+        if line.startswith("nr_throttled "):
+            return int(line.split()[1])
+    return 0
 
 
 def _group(pid: int, home: Path) -> Path:

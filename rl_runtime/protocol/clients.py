@@ -222,8 +222,11 @@ class RolloutPort(RoleClient):
 class RewardPort(RoleClient):
     __slots__ = ()
 
-    async def score(self, groups: Sequence[PromptGroup], seconds: float) -> list[list[float]]:
-        answer = await self._ask(seconds, "score", self.incarnation, list(groups))
+    async def score(
+        self, groups: Sequence[PromptGroup], seconds: float, waited_seconds: float = 0.0
+    ) -> list[list[float]]:
+        """`waited_seconds`: how long the caller waited for the answer before this one; 0: it does not say."""
+        answer = await self._ask(seconds, "score", self.incarnation, list(groups), waited_seconds)
         return cast(list[list[float]], answer)
 
     async def observe(self, conversations: Sequence[Conversation], seconds: float) -> list[Observation]:

@@ -50,11 +50,18 @@ class RewardWorker:
         """`on_group` is called before each group, for fault injection; a returned number scales the rewards."""
         self._replica, self._incarnation = replica, incarnation
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
+        self._last_seconds = 0.0  # of work for the last answer
         reporter.enter_phase(Phase.WAIT)
 
-    def score(self, incarnation: int, groups: Sequence[PromptGroup]) -> list[list[float]]:
-        """One reward per sample of each group. Raises StaleIncarnation: meant for another incarnation."""
+    def score(self, incarnation: int, groups: Sequence[PromptGroup], waited_seconds: float = 0.0) -> list[list[float]]:
+        """One reward per sample of each group. `waited_seconds`: how long the caller waited for the answer before this
+        one; 0: unknown. What exceeds the work is reported as work: a worker that often stands still, and is idle for
+        most of the time, does not see it itself.
+
+        Raises StaleIncarnation: meant for another incarnation.
+        """
         self._check(incarnation)
+        late_seconds, self._last_seconds = max(0.0, waited_seconds - self._last_seconds), 0.0
         rewards = []
         with reporter.phase(Phase.SCORE):
             for group in groups:
@@ -62,7 +69,10 @@ class RewardWorker:
                 started = self._clock.monotonic()
                 right = self._rewards(group)
                 rewards.append([*right] if factor is None else [factor * (1.0 + reward) for reward in right])
-                reporter.progress(1, busy_seconds=self._clock.monotonic() - started, tokens=group.num_tokens)
+                seconds = self._clock.monotonic() - started
+                self._last_seconds += seconds
+                reporter.progress(1, busy_seconds=seconds + late_seconds, tokens=group.num_tokens)
+                late_seconds = 0.0
         return rewards
 
     def observe(self, incarnation: int, conversations: Sequence[Conversation]) -> list[Observation]:

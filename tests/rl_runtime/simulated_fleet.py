@@ -566,7 +566,9 @@ class FakeReward(_FakeReplica):
         self.added = 0.0
         """Added to every reward, without an error."""
 
-    async def score(self, incarnation: int, groups: Sequence[protocol.PromptGroup]) -> list[list[float]]:
+    async def score(
+        self, incarnation: int, groups: Sequence[protocol.PromptGroup], waited_seconds: float
+    ) -> list[list[float]]:
         self._check(incarnation)
         await asyncio.sleep(0.01)
         if self.answers:

@@ -259,7 +259,7 @@ def test_a_model_that_is_compiled_later_still_shows_its_steps(job: Job, monkeypa
 def test_nothing_happens_while_torch_compile_traces(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     report = warm(job)
     del report.phases[:]
-    monkeypatch.setattr(job.watch, "_is_compiling", lambda: True)
+    monkeypatch.setattr(job.watch._guard, "is_compiling", lambda: True)
     job.model(torch.ones(1, 2))
     job.watch.after_optimizer(job.optimizer, (), {})
     assert report.phases == [] and report.steps[-1] == 2

@@ -138,10 +138,10 @@ def test_a_prompt_that_cannot_be_scored_is_no_score(tmp_path: Path) -> None:
         for body in bodies:
             scores = body.score
 
-            async def score(incarnation: int, groups: Any, scores: Any = scores) -> Any:
+            async def score(incarnation: int, groups: Any, waited_seconds: float, scores: Any = scores) -> Any:
                 if any(is_held_out(g.group_id) and held_out_of(g.group_id)[1] in (2, 7) for g in groups):
                     raise RewardFailed(kind="ValueError", because="no score")
-                return await scores(incarnation, groups)
+                return await scores(incarnation, groups, waited_seconds)
 
             body.score = score
 

@@ -89,7 +89,7 @@ def test_a_reward_for_tokens_that_are_no_more_is_not_that_of_those_made_in_their
     scoring = _scoring([], table)
 
     async def score(goes_back: bool) -> None:
-        async def answer(_groups: Any, _seconds: float) -> list[list[float]]:
+        async def answer(_groups: Any, _seconds: float, _waited: float) -> list[list[float]]:
             if goes_back:
                 table.truncate_after(4)
                 _finish(table, (7,), version=4)
@@ -101,6 +101,23 @@ def test_a_reward_for_tokens_that_are_no_more_is_not_that_of_those_made_in_their
     assert group.phase is GroupPhase.FINISHED and group.trajectories[0].tokens == [7]
     asyncio.run(score(goes_back=False))
     assert (group.phase, group.rewards) == (GroupPhase.SCORED, (1.0,))
+
+
+def test_a_worker_is_told_how_long_its_last_answer_took() -> None:
+    table, group = _group()
+    scoring, told = _scoring([], table), []
+
+    async def answer(_groups: Any, _seconds: float, waited: float) -> list[list[float]]:
+        told.append(waited)
+        await asyncio.sleep(0.01)
+        return [[1.0]]
+
+    async def score() -> None:
+        for key in (A, A, B):
+            await scoring._score(cast(Any, SimpleNamespace(score=answer)), key, [group])
+
+    asyncio.run(score())
+    assert told[0] == told[2] == 0.0 and told[1] >= 0.01, "each worker of its own"
 
 
 def _group() -> tuple[TrajectoryTable, Any]:
@@ -117,7 +134,9 @@ def _answers(scoring: RewardScoring, group: Any, *answers: tuple[EngineKey, floa
     async def score() -> None:
         for key, reward in answers:
 
-            async def answer(_groups: Any, _seconds: float, reward: float = reward) -> list[list[float]]:
+            async def answer(
+                _groups: Any, _seconds: float, _waited: float, reward: float = reward
+            ) -> list[list[float]]:
                 return [[reward]]
 
             await scoring._score(cast(Any, SimpleNamespace(score=answer)), key, [group])

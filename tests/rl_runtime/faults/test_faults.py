@@ -363,21 +363,35 @@ def test_a_slowdown_is_as_strong_as_it_was_asked_for(run: RunDir) -> None:
                 inject(run, kind, factor=factor)
 
 
-def test_a_quota_throttles_or_is_refused_with_the_reason(run: RunDir) -> None:
-    with replica(run, "rollout/0") as worker:
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_quota_throttles_or_is_refused_with_the_reason(
+    run: RunDir, computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(injector, "THROTTLED_SECONDS", 30.0 if computes else 0.3)
+    with subprocess.Popen(
+        [sys.executable, "-c", "while True: pass" if computes else "input()"],
+        stdin=subprocess.PIPE,
+        env=run_environment(run.path),
+    ) as worker:
         try:
-            home, _ = cpu_group(worker.pid)
-        except QuotaUnavailable:
-            home = None
-        try:
-            record = inject(run, "rollout-slow", None, "quota", 0.3)
-        except InjectionRefused as e:
-            assert "no CPU quota can be set here" in str(e)
-            assert log(run) == []
-            return
-        assert record["how"] == "quota" and home is not None
-        assert not (home / f"rolecall-{worker.pid}").exists(), "the control group was left behind"
-        worker.goes_on()
+            ticks = process_start_ticks(worker.pid)
+            assert ticks is not None
+            serve(run, "rollout/0", worker.pid, ticks)
+            try:
+                home, _ = cpu_group(worker.pid)
+            except QuotaUnavailable:
+                home = None
+            try:
+                record = inject(run, "rollout-slow", None, "quota", 0.3)
+            except InjectionRefused as e:
+                unavailable = "no CPU quota can be set here" in str(e)
+                assert unavailable or (not computes and "computes too little for a CPU quota to slow it" in str(e))
+                assert log(run) == []
+            else:
+                assert computes and record["how"] == "quota" and home is not None
+            assert home is None or not (home / f"rolecall-{worker.pid}").exists(), "the control group was left behind"
+        finally:
+            worker.kill()
 
 
 class Asking(FakeClock):

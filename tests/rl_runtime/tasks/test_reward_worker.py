@@ -4,6 +4,9 @@ import math
 
 import pytest
 
+from rolecall.agent.processes.state_pages import parse_page
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock, FakeClock
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
@@ -34,14 +37,14 @@ def groups(count: int = 2) -> list[PromptGroup]:
     return made
 
 
-def worker(calls: list[int] | None = None, factor: float | None = None) -> RewardWorker:
+def worker(calls: list[int] | None = None, factor: float | None = None, clock: Clock | None = None) -> RewardWorker:
     seen = calls if calls is not None else []
 
     def on_group() -> float | None:
         seen.append(len(seen))
         return factor
 
-    return RewardWorker(replica=ReplicaId("reward/0"), incarnation=2, job=JOB, on_group=on_group)
+    return RewardWorker(replica=ReplicaId("reward/0"), incarnation=2, job=JOB, clock=clock, on_group=on_group)
 
 
 def test_the_exact_answer_is_worth_one_and_others_less() -> None:
@@ -55,6 +58,28 @@ def test_an_injected_fault_changes_every_reward_and_leaves_it_finite() -> None:
     right, wrong = worker().score(2, groups()), worker(factor=-1.0).score(2, groups())
     for group, spoilt in zip(right, wrong, strict=True):
         assert spoilt == [-(1.0 + reward) for reward in group]
+
+
+def test_what_the_caller_waited_longer_than_the_work_took_is_work() -> None:
+    """A worker that often stands still, and is idle between two calls, is slow by its caller's clock alone."""
+
+    class Working(FakeClock):
+        def monotonic(self) -> float:
+            self.advance(0.5)  # each group takes as long
+            return super().monotonic()
+
+    scored = worker(clock=Working())
+
+    def busy_seconds(waited: float) -> float:
+        before = parse_page(reporter.page_bytes())
+        scored.score(2, groups(), waited)
+        now = parse_page(reporter.page_bytes())
+        assert now.work_units - before.work_units == 2
+        return now.busy_seconds - before.busy_seconds
+
+    assert busy_seconds(0.0) == pytest.approx(1.0), "it is not known how long the caller waited"
+    assert busy_seconds(0.9) == pytest.approx(1.0), "clocks differ a little"
+    assert busy_seconds(3.5) == pytest.approx(3.5)
 
 
 def test_another_incarnation_is_refused() -> None:

@@ -214,6 +214,7 @@ def main() -> int:
     parser.add_argument("--block-seconds", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left running
     rng = random.Random(args.seed)
     run_id = f"overhead-{int(time.time())}"
     run = common.RUNS / run_id
@@ -232,7 +233,7 @@ def main() -> int:
     finally:
         for kind in pids.values():
             watching(run, [pid for pid in kind if Path(f"/proc/{pid}").exists()], True)
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.wait(90)
     lines = report(args, blocks, len(pids["agent"]), calls, rng)
     common.publish("overhead", lines)

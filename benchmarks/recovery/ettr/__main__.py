@@ -76,19 +76,20 @@ def main() -> int:
     parser.add_argument("--run-minutes", type=float, default=240.0, help="limit of one run")
     parser.add_argument("--minutes", type=float, default=1440.0, help="no run begins after so long")
     parser.add_argument("--report-only", action="store_true")
-    parser.add_argument("--commit", default="", help="whose lines to report")
+    parser.add_argument("--commit", nargs="*", default=[], help="whose lines to report; none: of this one")
     options = parser.parse_args()
-    of_commit = options.commit or common.commit()
+    of_commit = common.commit()
+    shown = options.commit or [of_commit]
     names = ("steps", "microbatches", "checkpoint_every", "standbys")
     every = [{**{name: getattr(options, name) for name in names}, "microbatches": n} for n in options.microbatches]
     ends_at = time.monotonic() + 60 * options.minutes
     for settings in every if not options.report_only else ():
         run_all(options, settings, of_commit, ends_at)
-    lines = [x for x in common.read_lines(LINES) if x["commit"] == of_commit and x["settings"] in every]
+    lines = [x for x in common.read_lines(LINES) if x["commit"] in shown and x["settings"] in every]
     if not lines:
-        print("no run of this commit with these settings")
+        print("no run of these commits with these settings")
         return 1
-    print(common.write("ettr", report(lines, of_commit)))
+    print(common.write("ettr", report(lines, ", ".join(shown))))
     return 0 if all(x["ok"] for x in lines) else 1
 
 

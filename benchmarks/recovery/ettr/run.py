@@ -37,7 +37,7 @@ seed: {seed}
 num_steps: {steps}
 injection_allowed: true
 roles: {{trainer: {trainers}, rollout: {rollouts}, reward: 1}}
-algorithm: {{microbatches_per_step: {microbatches}}}
+algorithm: {{microbatches_per_step: {microbatches}, learning_rate: 1.0e-4}}
 model: {{hidden_size: 384, intermediate_size: 1024, num_layers: 6, num_heads: 6, num_kv_heads: 3, head_dim: 64}}
 checkpoint: {{every_steps: {checkpoint_every}}}
 runtime: {{standbys: {standbys}, nodes: {nodes}, startup_timeout_seconds: 300}}

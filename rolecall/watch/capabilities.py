@@ -36,7 +36,7 @@ TWO_LINES = "two lines in the training loop (docs/howto/instrument.md)"
 INTEGRATIONS = "docs/howto/frameworks.md"
 OPTIMIZES = ("slime-trainer", "openrlhf-trainer", "openrlhf-critic", "nemo-rl-trainer", "nemo-rl-critic")
 """Rules whose actors report by `rolecall env` alone: their rank is known by their first optimizer step."""
-ENGINES = ("verl-rollout", "slime-rollout", "openrlhf-rollout", "nemo-rl-rollout")
+ENGINES = ("verl-rollout", "openrlhf-rollout", "nemo-rl-rollout")
 TORCHRUN, SLURM, SRUN = "torchrun", "slurm", "srun"
 
 
@@ -235,9 +235,12 @@ class _At(NamedTuple):
         rule, code = self.rank.found_by, TWO_LINES
         if self.rank.is_read_engine:
             return ""
+        if rule == "slime-rollout":
+            return ""  # SGLang, whose metrics no collector reads
         if rule in ENGINES:
             return (
-                f"name its metrics page in agent.yaml: vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
+                "if it is vLLM, name its metrics page in agent.yaml: "
+                f"vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
             )
         if rule.startswith("verl"):
             return (

@@ -101,7 +101,7 @@ GPUS = replace(
     reasons={"kernel_log": "no permission"},
     gpus=(GpuSample(node=NODE, gpu=0, at=0.0, wall_at=0.0, pids=(40,)),),
 )
-ENGINE = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
+ENGINE = (rank_of(sample(replica="rollout/0"), found_by="openrlhf-rollout"),)
 READ_ENGINE = (rank_of(sample(replica="rollout/0", phase=Phase.GENERATE, progress=900), found_by="verl-rollout"),)
 SCRAPED = replace(AGENT, engines=frozenset({("rollout/0", 0)}))
 BUNDLED = (rank_of(replace(sample(phase=Phase.COMPUTE, **WORKS), incarnation=3)),)
@@ -119,8 +119,8 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
         SEEN,
         "steps",
         N,
-        "slime-rollout",
-        "vllm: {engines: [{url: ..., replica: rollout/0}]}",
+        "openrlhf-rollout",
+        "if it is vLLM, name its metrics page in agent.yaml: vllm: {engines: [{url: ..., replica: rollout/0}]}",
     ),
     "an engine's metrics": (ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
     "an engine that is read": (READ_ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
@@ -190,6 +190,11 @@ def test_each_capability_has_its_reason_and_its_remedy(
     found = of_first(ranks, node)[about, name]
     assert found.can is can and because in found.because, found
     assert fix in found.fix, found
+
+
+def test_no_metrics_page_is_asked_for_that_nothing_reads() -> None:
+    sglang = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
+    assert of_first(sglang)[SEEN, "steps"].fix == ""
 
 
 @pytest.mark.parametrize(

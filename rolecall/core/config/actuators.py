@@ -15,14 +15,17 @@ MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
 """Of templates that name where a replica's process runs."""
 POD_FIELDS = MEMBER_FIELDS - {"replica"}
 """Of names of pods and values of labels, which contain no slash, as `rollout/1` does."""
+_NUMBERS = frozenset({"index", "incarnation", "rank", "pid", "start_ticks"})
 
 
 def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
-    """Raises ValueError: it has a field that is not known, or is no template."""
+    """Raises ValueError: it has a field that is not known, or a format that the field does not take, or is no
+    template."""
     for _, name, _, _ in Formatter().parse(text):
         if name is not None and name not in fields:
             known = ", ".join(f"{{{f}}}" for f in sorted(fields))
             raise ValueError(f"{{{name}}} is not known here, only {known}; write {{{{ for a brace")
+    text.format_map({f: 1 if f in _NUMBERS else "x" for f in fields})
     return text
 
 

@@ -94,6 +94,7 @@ def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
     [
         ({"kind": "command", "replace": ["kill", "{process}"]}, r"\{process\} is not known here, only \{because\}"),
         ({"kind": "command", "replace": ["kill", "{pid"]}, "actuator"),
+        ({"kind": "command", "replace": ["kill", "{node:d}"]}, "Unknown format code 'd' for object of type 'str'"),
         ({"kind": "command", "replace": []}, "actuator"),
         ({"kind": "command", "replace": [""]}, "expected a program"),
         ({"kind": "command", "replace": ["x"], "move": []}, "expected a program"),

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 app = Commands()
 
+PID_MAX = 1 << 22
+"""Of the kernel, on any machine."""
+
 
 @app.command(
     epilog=examples(
@@ -58,20 +61,22 @@ def doctor(
         ),
     ] = None,
     running: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--job",
             help="A job that runs: its run id or MASTER_ADDR:MASTER_PORT, or all. Lists what a watch can see, name "
             "and replace in it, and why not the rest.",
             metavar="NAME",
         ),
-    ] = "",
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="agent.yaml of this node's agent; with --job: the watch file.")
     ] = None,
     pid: Annotated[
         int | None,
-        typer.Option(min=1, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"),
+        typer.Option(
+            min=1, max=PID_MAX, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"
+        ),
     ] = None,
     agents: Annotated[
         str,
@@ -110,7 +115,9 @@ def doctor(
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
 
-    if running:
+    if running is not None:
+        if not running:
+            raise ConfigError(["--job: name a job, or all"])
         if job or pid or plan or nhc:
             raise ConfigError(["--job: not with JOB, --pid, --plan or --nhc"])
         return _running_job(running, agents, config, credentials, as_json)
@@ -307,7 +314,7 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
 
 @node.command(name="end", epilog=examples("rolecall node end 4711 --start-ticks 812345"))
 def end(
-    pid: Annotated[int, typer.Argument(min=2, help="PID on this node.", metavar="PID")],
+    pid: Annotated[int, typer.Argument(min=2, max=PID_MAX, help="PID on this node.", metavar="PID")],
     start_ticks: Annotated[
         int, typer.Option("--start-ticks", help="Its start time: field 22 of /proc/PID/stat. Another one: gone.")
     ],

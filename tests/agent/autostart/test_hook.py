@@ -221,10 +221,15 @@ def test_exec_runs_the_command_unchanged(tmp_path: Path, command: list[str]) -> 
     assert (done.stdout.strip(), done.returncode) == ("1---help", 7), done.stderr
 
 
-def test_a_command_that_cannot_run_is_named() -> None:
-    argv = [sys.executable, "-m", "rolecall", "exec", "--", "/no/such/program"]
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("/no/such/program", "/no/such/program: No such file"), ("", "COMMAND: the name of the program is empty")],
+    ids=["missing", "empty"],
+)
+def test_a_command_that_cannot_run_is_named(command: str, said: str) -> None:
+    argv = [sys.executable, "-m", "rolecall", "exec", "--", command]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "/no/such/program: No such file" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"rolecall: {said}")
 
 
 def test_a_shell_takes_over_the_environment(tmp_path: Path) -> None:

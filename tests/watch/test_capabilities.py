@@ -213,6 +213,12 @@ def test_the_flight_recorder_is_that_of_the_environment(setting: str, can: Can, 
     assert of_first(ranks, NO_TOKEN)[SEEN, "collectives"].can is (N if setting == "2000" else can)
 
 
+def test_a_short_phase_in_which_one_rank_was_sampled_is_one_of_its_peers_too() -> None:
+    ranks = (HOOKED[0], replace(HOOKED[1], samples=HOOKED[1].samples[:1]))
+    first, second = capabilities(JobFacts(ranks=ranks, nodes=(AGENT,)))
+    assert first.capabilities == second.capabilities, "both are one paragraph"
+
+
 def test_peers_are_ranks_of_the_same_job() -> None:
     others = tuple(replace(r, job="4712", replica="trainer/8") for r in HOOKED)
     assert of_first((*HOOKED, *others))[NAMED, "slow"].because.endswith("against 3 peers")

@@ -48,7 +48,7 @@ ASK_SECONDS = 3.0
 CONCURRENT_REQUESTS = 32
 ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
-_NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
+_NAMED = re.compile(r"([a-zA-Z0-9][a-zA-Z0-9_.-]{0,62})=(https?://.+)")
 _ADDRESS = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 _SCHEMES = ("http", "https")
 RETRY_SECONDS = 10.0
@@ -140,7 +140,7 @@ def _named(entry: str, query: Callable[[str], str]) -> tuple[str, str]:
     """Node of one entry, or why it is unknown."""
     named = _NAMED.fullmatch(entry)
     if named:
-        return named.group(1), ""
+        return named.group(1).lower(), ""
     try:
         return query(entry), ""
     except (HttpFailed, ValueError, KeyError, TypeError, AttributeError) as e:

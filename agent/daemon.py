@@ -39,7 +39,7 @@ INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 
 def _node(text: str) -> NodeId:
     try:
-        return NodeId(checked_id(text, "node"))
+        return NodeId(checked_id(text.lower(), "node"))
     except InvalidId as e:
         raise argparse.ArgumentTypeError(str(e)) from None
 

@@ -137,7 +137,7 @@ class NodeHealthSection(Section):
 
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
-    """Name of this node; use the name that Slurm, Kubernetes or Prometheus uses."""
+    """Name of this node; use the name that Slurm, Kubernetes or Prometheus uses. Capitals become small letters."""
     host: str = "127.0.0.1"
     """Address to listen on. Outside loopback set `web_config_file` for TLS and users."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9477
@@ -191,7 +191,7 @@ class AgentFile(Section):
     @field_validator("node")
     @classmethod
     def _node(cls, value: str) -> str:
-        return checked_id(value, "node")
+        return checked_id(value.lower(), "node")
 
 
 def load_agent_file(path: Path) -> AgentFile:

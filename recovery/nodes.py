@@ -29,6 +29,8 @@ CHECKS_MAX = 64
 """Per burn-in: bounds what a faulty writer can store."""
 TEXT_CHARS_MAX = 500
 """Per check's text."""
+WATCHED_FLAG = "watched_nodes"
+"""Flag of the journal: the nodes whose agents a watch of another system's job asks, separated by blanks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +130,9 @@ def _after(before: NodeRecord, payload: NodePayload, at: float) -> NodeRecord:
 
 
 def known_nodes(journal: Journal) -> set[str]:
-    """Every node that the run started with or a replica was ever placed on."""
+    """Every node that the run started with, that is watched, or that a replica was ever placed on."""
     started = journal.last(K.RUN_STARTED)
     found = set(started.as_(RunStarted).nodes) if started else set()
+    found |= set((journal.flag(WATCHED_FLAG) or "").split())
     found |= {str(d.node) for d in journal.desired().values() if not d.lent}
     return found | {str(a.node) for a in journal.actual().values()}

@@ -165,16 +165,17 @@ actuator:
 | `detector` | section | | As in a [job file](job-file.md#detector); `poll_seconds` 0.5, `first_unit_seconds` 1800. |
 """
     fields = {n: f for n, f in WatchedConfig.model_fields.items() if n not in ("recovery", "detector")}
-    actuators = _sections_in(fields.pop("actuator").annotation)
-    (nvsentinel,) = _sections_in(fields.pop("nvsentinel").annotation)
-    rows = [f"| `{n}` | {_type(f)} | {_default(f)} | {_cell(f.description or '')} |" for n, f in fields.items()]
-    said = _cell(WatchedConfig.model_fields["nvsentinel"].description or "")
-    rows.append(f"| `nvsentinel` | [section](#nvsentinel) or null | null | {said} |")
+    types = {n: _type(f) for n, f in fields.items()} | {"actuator": "section, by its `kind`, or null"}
+    types |= {n: f"[section](#{n}) or null" for n in ("orphans", "nvsentinel")}
+    rows = [f"| `{n}` | {types[n]} | {_default(f)} | {_cell(f.description or '')} |" for n, f in fields.items()]
     text = head + "\n".join(rows) + "\n"
-    for actuator in actuators:
+    for actuator in _sections_in(fields["actuator"].annotation):
         kind = typing.get_args(actuator.model_fields["kind"].annotation)[0]
         text += "\n".join(_section(actuator, ("actuator", f"kind: {kind}"))) + "\n"
-    return text + "\n".join(_section(nvsentinel, ("nvsentinel",))) + "\n"
+    for name in ("orphans", "nvsentinel"):
+        (section,) = _sections_in(fields[name].annotation)
+        text += "\n".join(_section(section, (name,))) + "\n"
+    return text
 
 
 def _sections_in(annotation: Any) -> list[type[BaseModel]]:

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.journal.payloads.recovery import NO_ANSWER_STATUS, NOT_SENT_STATUS, status_text
@@ -194,7 +195,8 @@ class HttpCall(Call):
                 ca_path=self.ca_path,
             )
         except HttpFailed as e:
-            return Reply(status=NOT_SENT if e.unsent else NO_STATUS, text=str(e))
+            server = urlsplit(self.url).netloc.rpartition("@")[2]
+            return Reply(status=NOT_SENT if e.unsent else NO_STATUS, text=f"{server}: {e}")
         except (OSError, ValueError) as e:
             return Reply(status=NOT_SENT, text=f"{getattr(e, 'filename', None) or self.url}: {os_reason(e)}")
         return Reply(status=answer.status, text=answer.body.decode(errors="replace"))

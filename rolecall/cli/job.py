@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from rolecall.cli.options import Commands, examples, out
-from rolecall.core.errors import CommandRefused
+from rolecall.core.errors import CommandRefused, ConfigError
 
 app = Commands()
 
@@ -31,6 +31,8 @@ def execute(
     Exit code: that of the command; 2: it cannot be run."""
     from rolecall.agent.autostart.environment import job_environment
 
+    if not command[0]:
+        raise ConfigError(["COMMAND: the name of the program is empty"])
     try:
         os.execvpe(command[0], command, {**os.environ, **job_environment(os.environ)})
     except OSError as e:

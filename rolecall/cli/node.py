@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,12 +31,15 @@ from rolecall.cli.options import (
 )
 from rolecall.cli.simulate import GpusOption
 from rolecall.core.errors import ConfigError
-from rolecall.core.text import plain, utc
+from rolecall.core.text import plain, spans, utc
 
 if TYPE_CHECKING:
     from rolecall.node.doctor import NodeCheck
 
 app = Commands()
+
+PID_MAX = 1 << 22
+"""Of the kernel, on any machine."""
 
 
 @app.command(
@@ -57,20 +61,22 @@ def doctor(
         ),
     ] = None,
     running: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--job",
             help="A job that runs: its run id or MASTER_ADDR:MASTER_PORT, or all. Lists what a watch can see, name "
             "and replace in it, and why not the rest.",
             metavar="NAME",
         ),
-    ] = "",
+    ] = None,
     config: Annotated[
         Path | None, typer.Option("--config", help="agent.yaml of this node's agent; with --job: the watch file.")
     ] = None,
     pid: Annotated[
         int | None,
-        typer.Option(min=1, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"),
+        typer.Option(
+            min=1, max=PID_MAX, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"
+        ),
     ] = None,
     agents: Annotated[
         str,
@@ -109,7 +115,9 @@ def doctor(
     from rolecall.node.facts import read_facts
     from rolecall.terminal import doctor as text
 
-    if running:
+    if running is not None:
+        if not running:
+            raise ConfigError(["--job: name a job, or all"])
         if job or pid or plan or nhc:
             raise ConfigError(["--job: not with JOB, --pid, --plan or --nhc"])
         return _running_job(running, agents, config, credentials, as_json)
@@ -240,17 +248,31 @@ BURN_IN_SECONDS = 60.0
 def list_nodes(
     run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False
 ) -> None:
-    """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first."""
-    from rolecall.recovery.operators import commands
+    """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first.
 
-    rows = commands.nodes(chosen_run(runs, run, option))
+    Of a job that rolecall only watches: the nodes of its agents, with the ranks that its watch saw last."""
+    from rolecall.core.journal.journal import Journal
+    from rolecall.recovery.operators import commands
+    from rolecall.views import observed_ranks
+
+    where = chosen_run(runs, run, option)
+    rows = commands.nodes(where)
+    with closing(Journal(where.database_url, create=False)) as journal:
+        seen = observed_ranks.from_json(journal.flag(observed_ranks.FLAG))
+    ranks: dict[str, dict[str, list[int]]] = {}
+    for rank in seen:
+        if rank.is_alive:
+            ranks.setdefault(rank.node, {}).setdefault(rank.replica, []).append(rank.rank)
+    rows = [{**row, "ranks": ranks.get(row["node"], {})} for row in rows]
     show(as_json, rows, [plain(line) for row in rows for line in _lines(row)] or ["no node is known"])
 
 
 def _lines(row: Mapping[str, Any]) -> Iterable[str]:
-    replicas = ", ".join(f"{r['replica']}#{r['incarnation']} {r['state'] or 'absent'}" for r in row["replicas"])
+    counted = {r["replica"]: f"#{r['incarnation']} {r['state'] or 'absent'}" for r in row["replicas"]}
+    ranks = {replica: f" {spans(numbers)}" for replica, numbers in row["ranks"].items()}
+    here = ", ".join(f"{replica}{text}" for replica, text in {**ranks, **counted}.items())
     num = row["num_incidents"]
-    yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'idle'}"
+    yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {here or 'idle'}"
     if row["quarantined"]:
         since = utc(row["quarantined_since"])
         yield f"  QUARANTINED since {since} by {row['quarantined_by']}: {row['quarantined_because']}"
@@ -292,7 +314,7 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
 
 @node.command(name="end", epilog=examples("rolecall node end 4711 --start-ticks 812345"))
 def end(
-    pid: Annotated[int, typer.Argument(min=2, help="PID on this node.", metavar="PID")],
+    pid: Annotated[int, typer.Argument(min=2, max=PID_MAX, help="PID on this node.", metavar="PID")],
     start_ticks: Annotated[
         int, typer.Option("--start-ticks", help="Its start time: field 22 of /proc/PID/stat. Another one: gone.")
     ],

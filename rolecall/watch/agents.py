@@ -20,6 +20,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -29,7 +30,7 @@ from urllib.parse import urlsplit
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, JournalError
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import ID_PATTERN, checked_id, split_replica
 from rolecall.core.journal.journal import Journal
@@ -38,6 +39,7 @@ from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
 from rolecall.core.text import os_reason
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.interfaces import ObservationSource
+from rolecall.recovery.nodes import WATCHED_FLAG
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ ASK_SECONDS = 3.0
 CONCURRENT_REQUESTS = 32
 ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
-_NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
+_NAMED = re.compile(r"([a-zA-Z0-9][a-zA-Z0-9_.-]{0,62})=(https?://.+)")
 _ADDRESS = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 _SCHEMES = ("http", "https")
 RETRY_SECONDS = 10.0
@@ -138,7 +140,7 @@ def _named(entry: str, query: Callable[[str], str]) -> tuple[str, str]:
     """Node of one entry, or why it is unknown."""
     named = _NAMED.fullmatch(entry)
     if named:
-        return named.group(1), ""
+        return named.group(1).lower(), ""
     try:
         return query(entry), ""
     except (HttpFailed, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -248,7 +250,7 @@ class AgentsFile:
         except ConfigError as e:
             self._retry_at = float("inf")  # until the file changes
             self._log_new(list(e.problems))
-        except OSError as e:  # from `keep`; the list itself is valid
+        except (OSError, JournalError) as e:  # from `keep`; the list itself is valid
             self._log_new([f"agents: {self._path}: {os_reason(e)}"])
 
     def _resolve(self, entries: list[str]) -> list[str]:
@@ -298,7 +300,8 @@ def observing_run(
             "watched": None if file is None else file.model_dump(mode="json", exclude={"recovery", "detector"}),
         }
     )
-    Journal(run.database_url).close()  # creates it, so that other commands can read it
+    with closing(Journal(run.database_url)) as journal:  # creates it, so that other commands can read it
+        journal.set_flag(WATCHED_FLAG, " ".join(sorted(agents)))
     return run
 
 

@@ -7,7 +7,7 @@ there is nothing, as no GPU on the node. The conditions are those of the live de
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ TWO_LINES = "two lines in the training loop (docs/howto/instrument.md)"
 INTEGRATIONS = "docs/howto/frameworks.md"
 OPTIMIZES = ("slime-trainer", "openrlhf-trainer", "openrlhf-critic", "nemo-rl-trainer", "nemo-rl-critic")
 """Rules whose actors report by `rolecall env` alone: their rank is known by their first optimizer step."""
-ENGINES = ("verl-rollout", "slime-rollout", "openrlhf-rollout", "nemo-rl-rollout")
+ENGINES = ("verl-rollout", "openrlhf-rollout", "nemo-rl-rollout")
 TORCHRUN, SLURM, SRUN = "torchrun", "slurm", "srun"
 
 
@@ -171,9 +171,11 @@ class RankCapabilities:
 def capabilities(facts: JobFacts) -> tuple[RankCapabilities, ...]:
     """Of each rank, by replica and rank."""
     nodes = {n.node: n for n in facts.nodes}
-    sizes = _Sizes(
-        Counter(r.replica for r in facts.ranks), Counter((r.role, r.job) for r in facts.ranks)
-    )  # once: a job has thousands of ranks
+    phases: dict[str, set[str]] = {}
+    for r in facts.ranks:
+        phases.setdefault(r.replica, set()).update(r.phases)
+    replicas, roles = Counter(r.replica for r in facts.ranks), Counter((r.role, r.job) for r in facts.ranks)
+    sizes = _Sizes(replicas, roles, phases)  # once: a job has thousands of ranks
     found = []
     for rank in sorted(facts.ranks, key=lambda r: (r.replica, r.rank, r.process)):
         at = _At(rank, nodes.get(rank.process.node, NodeState(node=rank.process.node)), facts, sizes)
@@ -182,10 +184,11 @@ def capabilities(facts: JobFacts) -> tuple[RankCapabilities, ...]:
 
 
 class _Sizes(NamedTuple):
-    """Ranks of each replica, and of each (role, job)."""
+    """Ranks of each replica, and of each (role, job); and the phases in which those of each replica were seen."""
 
     replicas: Mapping[str, int]
     roles: Mapping[tuple[str, str], int]
+    phases: Mapping[str, Collection[str]]
 
 
 class _At(NamedTuple):
@@ -235,9 +238,12 @@ class _At(NamedTuple):
         rule, code = self.rank.found_by, TWO_LINES
         if self.rank.is_read_engine:
             return ""
+        if rule == "slime-rollout":
+            return ""  # SGLang, whose metrics no collector reads
         if rule in ENGINES:
             return (
-                f"name its metrics page in agent.yaml: vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
+                "if it is vLLM, name its metrics page in agent.yaml: "
+                f"vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
             )
         if rule.startswith("verl"):
             return (
@@ -319,8 +325,11 @@ def _phases(at: _At) -> _Answer:
             "only `wait`: its model is compiled, and hooks would compile it again",
             f"an integration ({INTEGRATIONS}), or {TWO_LINES}",
         )
-    short = "" if at.due_phases or at.only_waits else ", and others that are too short to be sampled"
-    return _Answer(Can.YES, f"in the last minute: {', '.join(sorted(rank.phases))}{short}")
+    # Of its whole replica: which rank is sampled in a short phase is chance, and what its peers do it does, too.
+    phases = at.sizes.phases[rank.replica]
+    due = {*phases} - PHASES_WITHOUT_DUE_PROGRESS - {Phase.START}
+    short = "" if due or at.only_waits else ", and others that are too short to be sampled"
+    return _Answer(Can.YES, f"in the last minute: {', '.join(sorted(phases))}{short}")
 
 
 def _own_time(at: _At) -> _Answer:

@@ -310,7 +310,7 @@ def test_a_second_agent_on_the_same_port_names_the_port(agent: AgentProcess, tmp
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--node", "Node 1"], "node: 'Node 1' is not allowed: write 1 to 63 of a-z"),
+        (["--node", "Node 1"], "node: 'node 1' is not allowed: write 1 to 63 of a-z"),
         (["--node", "n", "--token-file", "/nonexistent"], "--token-file"),
         (["--node", "n", "--interval", "0"], "expected 0.02 to 60.0 seconds"),
         (["--node", "n", "--raylet-pid", "5"], "--raylet-pid and --raylet-start belong together"),

@@ -123,6 +123,11 @@ def test_without_a_configuration_the_agent_reads_the_whole_node(tmp_path: Path) 
     assert (tmp_path / "data" / "token").stat().st_mode & 0o777 == 0o640
 
 
+def test_a_node_of_slurm_may_have_capitals(tmp_path: Path) -> None:
+    (tmp_path / "agent.yaml").write_text("node: GPU-7\n")
+    assert load_agent_file(tmp_path / "agent.yaml").node == default_agent_file("GPU-7").node == "gpu-7"
+
+
 def test_a_host_name_that_is_no_node_name_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "_bad")
     with pytest.raises(ConfigError, match=r"node: .*_bad.*; name this node with --node"):

@@ -15,8 +15,11 @@ from rolecall.core.journal.payloads.recovery import IncidentClosed
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.loop import LEASE_NAME
+from rolecall.recovery.nodes import known_nodes
 from rolecall.recovery.operators import queries
 from rolecall.testing.recovery_world import diagnosis
+from rolecall.views import observed_ranks
+from rolecall.views.observed_ranks import ObservedRank
 from rolecall.watch.agents import observing_run
 from rolecall.watch.run import watch_run
 
@@ -48,6 +51,25 @@ def test_what_only_a_run_of_rolecall_has_is_refused(
     assert main(command) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("rolecall: my-job is only watched: ")
+
+
+def test_its_nodes_are_those_of_its_agents_with_the_ranks_that_were_seen(
+    job: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [
+        ObservedRank(replica, rank, "node-7", 40 + rank, is_alive, "step", 3, 0.0, None)
+        for replica, rank, is_alive in (("trainer/0", 0, True), ("trainer/0", 1, True), ("rollout/0", 0, False))
+    ]
+    observing_run(job.path.parent, "my-job", {"node-7": URL, "node-8": "http://node-8:9477"})
+    with closing(Journal(job.database_url)) as journal:
+        journal.set_flag(observed_ranks.FLAG, observed_ranks.to_json(ranks))
+        assert known_nodes(journal) == {"node-7", "node-8"}
+    assert main(["node", "list", "my-job"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["node-7", "0", "incidents", "trainer/0", "0-1"], ["node-8", "0", "incidents", "idle"]]
+    observing_run(job.path.parent, "my-job", {"node-8": "http://node-8:9477"})
+    assert main(["node", "list", "my-job", "--json"]) == 0
+    assert [(row["node"], row["ranks"]) for row in json.loads(capsys.readouterr().out)] == [("node-8", {})]
 
 
 @pytest.mark.usefixtures("job")

@@ -60,6 +60,10 @@ def test_an_invalid_address_is_refused(text: str) -> None:
         listed(text)
 
 
+def test_names_of_nodes_have_no_capitals_as_their_agents_have_it() -> None:
+    assert named_agents(["GPU-1=http://GPU-1:9477"]) == {"gpu-1": "http://GPU-1:9477"}
+
+
 def test_a_run_tells_a_watch_file_without_an_actuator_from_none(tmp_path: Path) -> None:
     """A page says either that no watch file was given, or that it names no actuator."""
     assert observing_run(tmp_path, "none", {}).read()["watched"] is None

@@ -13,7 +13,7 @@ import pytest
 
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import parse_job
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, JournalError
 from rolecall.core.http import HttpFailed
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
@@ -180,9 +180,14 @@ def test_two_of_one_node_are_reported_and_the_first_is_watched(world: World, cap
     assert "http://a:1 and http://a:2 both report node a" in caplog.text
 
 
-def test_a_disk_that_is_full_does_not_end_the_watch(world: World, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(28, os.strerror(28)), JournalError("No space left")], ids=["disk", "journal"]
+)
+def test_a_disk_that_is_full_does_not_end_the_watch(
+    world: World, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
     def full(found: Mapping[str, str]) -> None:
-        raise OSError(28, os.strerror(28))
+        raise error
 
     world.write("[{targets: ['a:1']}]")
     world.file.first()

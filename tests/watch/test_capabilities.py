@@ -101,7 +101,7 @@ GPUS = replace(
     reasons={"kernel_log": "no permission"},
     gpus=(GpuSample(node=NODE, gpu=0, at=0.0, wall_at=0.0, pids=(40,)),),
 )
-ENGINE = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
+ENGINE = (rank_of(sample(replica="rollout/0"), found_by="openrlhf-rollout"),)
 READ_ENGINE = (rank_of(sample(replica="rollout/0", phase=Phase.GENERATE, progress=900), found_by="verl-rollout"),)
 SCRAPED = replace(AGENT, engines=frozenset({("rollout/0", 0)}))
 BUNDLED = (rank_of(replace(sample(phase=Phase.COMPUTE, **WORKS), incarnation=3)),)
@@ -119,8 +119,8 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
         SEEN,
         "steps",
         N,
-        "slime-rollout",
-        "vllm: {engines: [{url: ..., replica: rollout/0}]}",
+        "openrlhf-rollout",
+        "if it is vLLM, name its metrics page in agent.yaml: vllm: {engines: [{url: ..., replica: rollout/0}]}",
     ),
     "an engine's metrics": (ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
     "an engine that is read": (READ_ENGINE, SCRAPED, SEEN, "steps", P, "metrics of its engine", ""),
@@ -192,6 +192,11 @@ def test_each_capability_has_its_reason_and_its_remedy(
     assert fix in found.fix, found
 
 
+def test_no_metrics_page_is_asked_for_that_nothing_reads() -> None:
+    sglang = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
+    assert of_first(sglang)[SEEN, "steps"].fix == ""
+
+
 @pytest.mark.parametrize(
     ("setting", "can", "because"),
     [
@@ -206,6 +211,12 @@ def test_the_flight_recorder_is_that_of_the_environment(setting: str, can: Can, 
     assert found.can is can and because in found.because
     assert can is Y or "TORCH_FR_BUFFER_SIZE=2000" in found.fix
     assert of_first(ranks, NO_TOKEN)[SEEN, "collectives"].can is (N if setting == "2000" else can)
+
+
+def test_a_short_phase_in_which_one_rank_was_sampled_is_one_of_its_peers_too() -> None:
+    ranks = (HOOKED[0], replace(HOOKED[1], samples=HOOKED[1].samples[:1]))
+    first, second = capabilities(JobFacts(ranks=ranks, nodes=(AGENT,)))
+    assert first.capabilities == second.capabilities, "both are one paragraph"
 
 
 def test_peers_are_ranks_of_the_same_job() -> None:

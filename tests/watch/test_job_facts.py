@@ -225,6 +225,11 @@ def test_an_agent_that_answers_nonsense_is_told(body: bytes) -> None:
     assert facts.nodes[0].unreachable and not facts.ranks
 
 
+def test_a_job_whose_name_is_an_unset_variable_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--job", ""]) == 2
+    assert capsys.readouterr() == ("", "rolecall: --job: name a job, or all\n")
+
+
 @pytest.mark.parametrize("wrong", [("job.yaml",), ("--pid", "1"), ("--plan",), ("--nhc",)])
 def test_options_of_the_other_checks_are_refused(wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--job", "all", *wrong]) == 2

@@ -68,7 +68,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     _ray(
         "verl-trainer",
         "trainer",
-        r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",
+        r"(WorkerDict|FusedWorker\w*|(Async)?ActorRolloutRefWorker)\b",
         replica=0,
         rank="{RANK}",
         job=_MASTER,
@@ -77,7 +77,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     _ray("verl-reward", "reward", r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b"),
     _ray("verl-rollout", "rollout", r"((vLLM|SGLang|TRTLLM)HttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout)\b"),
     _ray("verl-agent-loop", "agent", r"AgentLoopWorker\w*\b"),
-    _ray("verl-controller", "controller", r"(\w*TaskRunner|main_task)\b"),
+    _ray("verl-controller", "controller", r"(\w*TaskRunner\w*|FullyAsync(Trainer|Rollouter)|main_task)\b"),
     # slime: RANK is set inside the actor and not visible from outside
     _ray("slime-trainer", "trainer", r"(Megatron|FSDP)TrainRayActor\b"),
     _ray("slime-rollout", "rollout", r"SGLangEngine\b"),

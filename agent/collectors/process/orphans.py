@@ -19,8 +19,9 @@ INTERVAL_SECONDS = 10.0
 ENGINE = re.compile(r"^(VLLM::(EngineCore|Worker|DPCoordinator)|sglang::(scheduler|detokenizer))", re.IGNORECASE)
 INITS = frozenset(
     ("systemd", "init", "tini", "dumb-init", "docker-init", "catatonit", "pause", "raylet", "slurmstepd", "s6-svscan")
-)
-"""Names of processes that inherit those whose parent has died: none of them is the server of an engine."""
+) | {"sh", "bash", "dash", "sleep", "tail", "ray"}  # the first process of a container without one; `ray start`
+"""Names of processes that inherit those whose parent has died: none of them is the server of an engine, which is a
+Python process."""
 GRACE_SECONDS = 10
 TITLE_BYTES_MAX = 4096
 ORPHANS_MAX = 64

@@ -40,7 +40,8 @@ class Miles:
         name = template.format_map(order.fields)
         url = f"{self._config.url.rstrip('/')}/api/v1/cells/{name}"
         read = HttpCall(key="read", words=f"read cell {name}", changes=False, method="GET", url=url)
-        if _is_suspended((yield read), name) and not order.begun:
+        to_be_suspended, _ = _suspension((yield read), name)
+        if to_be_suspended and not order.begun:
             raise ActuatorError(f"cell {name} is suspended: somebody else is at work on it")
         yield from _patch(url, name, suspend=True)
         # From here on every end but the last must say that the cell is suspended.
@@ -64,8 +65,10 @@ class Miles:
                 method="GET",
                 url=url,
             )
-            if not reply.unavailable and (_is_suspended(reply, name) or (begun and not _is_to_suspend(reply))):
-                return ""
+            if not reply.unavailable:
+                to_be_suspended, is_suspended = _suspension(reply, name)
+                if is_suspended or (begun and not to_be_suspended):
+                    return ""
         raise AssertionError
 
 
@@ -96,16 +99,13 @@ def _by_hand(name: str) -> str:
     return f"look whether cell {name} is suspended, and resume it by hand"
 
 
-def _is_suspended(reply: Reply, name: str) -> bool:
-    """Raises ActuatorError: the reply is no cell."""
+def _suspension(reply: Reply, name: str) -> tuple[bool, bool]:
+    """Whether the cell is to be suspended, and whether it is. Raises ActuatorError: the reply is no cell."""
     cell = reply.json
     if reply.status != OK or not isinstance(cell, dict):
         raise ActuatorError(f"cell {name}: {reply.shown}")
     try:
-        return bool(cell["spec"]["suspend"]) and cell["status"]["phase"] == SUSPENDED
+        to_be_suspended = bool(cell["spec"]["suspend"])
+        return to_be_suspended, to_be_suspended and cell["status"]["phase"] == SUSPENDED
     except (KeyError, TypeError):
         raise ActuatorError(f"cell {name}: the control server answers without spec.suspend or status.phase") from None
-
-
-def _is_to_suspend(cell: Reply) -> bool:
-    return bool(cell.json["spec"]["suspend"])

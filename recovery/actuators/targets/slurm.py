@@ -6,7 +6,7 @@ on its node. An array's first number stands for all its jobs; a job of an array 
 """
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import PurePath
@@ -116,7 +116,7 @@ class Slurm:
         job = yield from self._job(number, "read")
         if job is None:
             raise HasEnded(f"there is no Slurm job {number} any more")
-        yield from self._check(order, job, f"Slurm job {job.name}")
+        slurm_nodes = yield from self._check(order, job, f"Slurm job {job.name}")
         if job.heterogeneous:
             raise ActuatorError(f"Slurm job {job.name} is heterogeneous: Slurm cannot requeue a part of it")
         if not job.requeue or not job.batch:
@@ -124,7 +124,7 @@ class Slurm:
             raise ActuatorError(f"Slurm job {job.name}: {why}")
         drained = ""
         if order.leave_node:
-            drained = yield from self._drain(order)
+            drained = yield from self._drain(order, slurm_nodes)
         # Slurm knows no condition "only if it still is that one": nothing comes between this look and the call.
         if (yield from self._job(number, "again")) != job:
             raise ActuatorError(f"Slurm job {job.name} has changed meanwhile, and was not requeued{drained}")
@@ -190,11 +190,12 @@ class Slurm:
             heterogeneous=bool(_value(head, "HetJobId", line="JobId")),
         )
 
-    def _drain(self, order: Order) -> Generator[Call, Reply, str]:
-        """What was done, to be added to a sentence. Raises ActuatorError: the node is not drained."""
-        node = order.node
-        if node not in order.nodes or not _NODE.fullmatch(node) or node.upper() == "ALL":
-            raise ActuatorError(f"{node} is no node of {order.replica}: it is not drained, and nothing was ended")
+    def _drain(self, order: Order, slurm_nodes: Mapping[str, str]) -> Generator[Call, Reply, str]:
+        """What was done, to be added to a sentence. `slurm_nodes`: of the job, as `_check` returns them. Raises
+        ActuatorError: the node is not drained."""
+        node = slurm_nodes.get(order.node, "")
+        if order.node not in order.nodes or not _NODE.fullmatch(node) or node.upper() == "ALL":
+            raise ActuatorError(f"{order.node} is no node of {order.replica}: it is not drained, and nothing was ended")
         reply = yield self._scontrol("node", f"read Slurm node {node}", "show", "node", node)
         state = _value(reply.text, "State")
         if reply.status != 0 or _value(reply.text, "NodeName") != node or not state:
@@ -261,8 +262,9 @@ class Slurm:
 
     # --- both ---------------------------------------------------------------------------------------------------------
 
-    def _check(self, order: Order, unit: _Unit, words: str) -> Generator[Call, Reply, None]:
-        """Raises ActuatorError: it is not what holds the members."""
+    def _check(self, order: Order, unit: _Unit, words: str) -> Generator[Call, Reply, Mapping[str, str]]:
+        """Its nodes: name of the agent, which has no capitals -> Slurm's. Raises ActuatorError: it is not what holds
+        the members."""
         if unit.state != "RUNNING":
             raise HasEnded(f"{words} does not run: {unit.state.lower() or 'its state is not known'}")
         for member in order.members:
@@ -274,9 +276,10 @@ class Slurm:
                     " hold it"
                 )
         reply = yield self._scontrol("nodes", f"read the nodes of {words}", "show", "hostnames", unit.node_list)
-        hosts = set(reply.text.split())
-        if reply.status != 0 or not hosts:
-            raise ActuatorError(f"the nodes of {words} cannot be read: {reply.shown}")
+        names = set(reply.text.split())
+        hosts = {name.lower(): name for name in names}
+        if reply.status != 0 or not hosts or len(hosts) < len(names):
+            raise ActuatorError(f"the nodes of {words} cannot be told apart: {reply.shown}")
         for node in order.nodes:
             if node not in hosts:
                 raise ActuatorError(f"{words} does not run on {node}, as {order.replica} does, but on {unit.node_list}")
@@ -286,6 +289,7 @@ class Slurm:
                 f"{words} may hold {', '.join(beyond)}, too, whose Slurm job is not known, and which the plan does not"
                 " name"
             )
+        return hosts
 
     def _read(
         self, key: str, words: str, what: str, name: str, wait: int, assumed: Reply | None = None

@@ -2,8 +2,9 @@
 
 from string import Formatter
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rolecall.core.config.section import Seconds, Section
 
@@ -15,15 +16,30 @@ MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
 """Of templates that name where a replica's process runs."""
 POD_FIELDS = MEMBER_FIELDS - {"replica"}
 """Of names of pods and values of labels, which contain no slash, as `rollout/1` does."""
+_NUMBERS = frozenset({"index", "incarnation", "rank", "pid", "start_ticks"})
 
 
 def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str:
-    """Raises ValueError: it has a field that is not known, or is no template."""
+    """Raises ValueError: it has a field that is not known, or a format that the field does not take, or is no
+    template."""
     for _, name, _, _ in Formatter().parse(text):
         if name is not None and name not in fields:
             known = ", ".join(f"{{{f}}}" for f in sorted(fields))
             raise ValueError(f"{{{name}}} is not known here, only {known}; write {{{{ for a brace")
+    text.format_map({f: 1 if f in _NUMBERS else "x" for f in fields})
     return text
+
+
+def _checked_url(url: str) -> str:
+    """Raises ValueError: it has no host, or no valid port."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError("expected http[s]://HOST[:PORT]")
+    return url
+
+
+_Url = Annotated[str, AfterValidator(_checked_url)]
+_ServerUrl = Annotated[_Url, Field(pattern=r"^https?://[^/?#]+$")]
 
 
 class CommandActuator(Section):
@@ -99,7 +115,7 @@ class MilesActuator(Section):
     """miles: suspends the replica's cell and resumes it, through the control server of the job."""
 
     kind: Literal["miles"]
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: _Url
     """Of the control server (`--control-server-port`), as http://head:18080."""
     cells: dict[str, str] = Field(default={"trainer": "actor-{index}", "rollout": "rollout-{index}"})
     """Role -> name of the cell of a replica. Replicas of other roles are refused."""
@@ -117,7 +133,7 @@ class VerlActuator(Section):
     next weight update. Replicas that share their processes with the trainer are refused."""
 
     kind: Literal["verl"]
-    url: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")]
+    url: _ServerUrl
     """Of the process that sends the weights (`ROLECALL_VERL_REPLACE` of the job), as http://head:9479."""
     token_path: Annotated[str, Field(min_length=1)]
     """File with the job's token (`ROLECALL_VERL_TOKEN_FILE` of the job), read for each call."""
@@ -138,7 +154,7 @@ class TorchftActuator(Section):
     """torchft: the lighthouse asks a replica group to end; its launcher starts it again, and it heals from a peer."""
 
     kind: Literal["torchft"]
-    url: Annotated[str, Field(pattern=r"^https?://")]
+    url: _Url
     """Of the lighthouse, as http://head:29510."""
     groups: dict[str, str] = Field(default={"trainer": "{index}"})
     """Role -> replica id of a replica's group, without the part after the colon that torchft adds. Replicas of other
@@ -183,7 +199,7 @@ class SlurmActuator(Section):
 class KubernetesServer(Section):
     """How the API server of Kubernetes is reached; the defaults are right inside a pod."""
 
-    api: Annotated[str, Field(pattern=r"^https?://[^/?#]+$")] = "https://kubernetes.default.svc"
+    api: _ServerUrl = "https://kubernetes.default.svc"
     """URL of the API server."""
     token_path: str = "/var/run/secrets/kubernetes.io/serviceaccount/token"
     """File with the bearer token, read for each call. Empty: none is sent."""
@@ -204,6 +220,12 @@ class _KubernetesApi(KubernetesServer):
     cordon_by: Literal["rolecall", "nvsentinel"] = "rolecall"
     """`nvsentinel`: a MaintenanceRequest asks NVSentinel (1.25 or newer) to cordon that node. It then drains the whole
     node: all other replicas there end, too."""
+
+    @model_validator(mode="after")
+    def _cordons(self) -> Self:
+        if self.cordon_by != "rolecall" and not self.cordon:
+            raise ValueError(f"cordon_by: {self.cordon_by} needs cordon: true")
+        return self
 
 
 class KubernetesActuator(_KubernetesApi):

@@ -600,6 +600,18 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
         raise ConfigError(problems_of(e), source) from None
 
 
+_REASONS = {
+    "extra_forbidden": "unknown key",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "dict_type": "expected a mapping",
+    "model_type": "expected a mapping",
+    "model_attributes_type": "expected a mapping",
+    "too_short": "too few items",
+}
+"""Where pydantic's words are those of Python: of a type of its errors."""
+
+
 def problems_of(invalid: ValidationError) -> list[str]:
     """The problems, each `path: reason, got value`, without passwords of URLs.
 
@@ -610,7 +622,11 @@ def problems_of(invalid: ValidationError) -> list[str]:
         path = ".".join(str(part) for part in error["loc"])
         shown = redacted(repr(error["input"]))
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
-        reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+        reason = _REASONS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+        if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+            known = error.get("ctx", {}).get("expected_tags")
+            reason = f"expected one of {known}" if known else "missing"
+            path, got = f"{path}.kind", f", got {error['ctx']['tag']!r}" if known else ""
         if path:
             problems.append(f"{path}: {reason}{got}")
         else:

@@ -1,5 +1,6 @@
 """Configuration of a watch over a job that rolecall did not start (`rolecall watch agents --config FILE`)."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ from rolecall.core.config.actuators import (
     ActuatorConfig,
     KubeRayActuator,
     KubernetesServer,
+    MilesActuator,
     ReaperConfig,
+    TorchftActuator,
     VerlActuator,
 )
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
 from rolecall.core.config.section import Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
+
+_TAG = re.compile(r"^actuator\.(?!kind:)\w+(?=[.:])")
+"""pydantic puts the value of `actuator.kind` into the path of a problem."""
 
 
 class WatchedDetectorConfig(DetectorConfig):
@@ -65,7 +71,7 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
     try:
         config = WatchedConfig.model_validate(value)
     except ValidationError as e:
-        raise ConfigError(problems_of(e), source) from None
+        raise ConfigError([_TAG.sub("actuator", problem) for problem in problems_of(e)], source) from None
     problems = []
     if config.recovery.mode != "observe" and config.actuator is None:
         problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator")
@@ -82,14 +88,26 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
         problems.append(
             "actuator.begin_seconds: must be shorter than deadline_seconds: after it, a new engine has to start"
         )
-    longest = getattr(config.actuator, "call_seconds", 0.0) + getattr(config.actuator, "grace_seconds", 0.0)
-    if longest > config.deadline_seconds:
-        problems.append(f"deadline_seconds: must be at least {longest:g}, as long as one call of the actuator may take")
+    match config.actuator:
+        case MilesActuator(cells=named) | TorchftActuator(groups=named):
+            field = "cells" if isinstance(config.actuator, MilesActuator) else "groups"
+            problems += [f"roles: {r} is not in actuator.{field}" for r in config.roles if r not in named]
+        case VerlActuator(roles=known):
+            problems += [f"roles: {r} is not in actuator.roles" for r in config.roles if r not in known]
+    for section in (config.actuator, getattr(config.actuator, "processes", None), config.orphans):
+        longest = getattr(section, "call_seconds", 0.0) + getattr(section, "grace_seconds", 0.0)
+        if longest > config.deadline_seconds:
+            problems.append(f"deadline_seconds: must be at least {longest:g}, as long as one call may take")
     if problems:
         raise ConfigError(problems, source)
     return config
 
 
 def load_watched(path: Path) -> WatchedConfig:
-    """Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
-    return parse_watched(read_yaml_file(path), str(path))
+    """Raises ConfigError: the file cannot be read, is not YAML, has no content, or has problems."""
+    value = read_yaml_file(path)
+    if value is None:
+        raise ConfigError(
+            ["the file has no content; a watch file is a mapping, as `recovery: {mode: observe}`"], str(path)
+        )
+    return parse_watched(value, str(path))

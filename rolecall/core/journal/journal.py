@@ -352,8 +352,8 @@ class Journal:
 
     def set_flag(self, name: str, value: str | None, *, lease: Lease | None = None) -> None:
         """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`),
-        `observed_incarnations` (see `watch.observed_fleet`), and `observed_ranks`, `observed_course`,
-        `observed_capabilities` (see `views`).
+        `observed_incarnations` (see `watch.observed_fleet`), `watched_nodes` (see `recovery.nodes`), and
+        `observed_ranks`, `observed_course`, `observed_capabilities` (see `views`).
 
         Raises:
             LeaseFenced: `lease` is over.

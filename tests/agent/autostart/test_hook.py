@@ -80,6 +80,26 @@ def test_the_steps_of_a_job_that_knows_nothing_of_rolecall(tmp_path: Path) -> No
     assert len(done.stderr.splitlines()) == 1, "without an agent one warning, and the job goes on"
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_ranks_that_the_job_starts_itself_report_and_their_parent_does_not(tmp_path: Path, method: str) -> None:
+    train = "\n".join(f"    {line}" for line in JOB.splitlines())
+    job = f"""
+import multiprocessing, sys
+import torch
+def train():
+{train}
+def main():
+    rank = multiprocessing.get_context({method!r}).Process(target=train)
+    rank.start()
+    rank.join()
+    print(rank.exitcode, sys.modules["rolecall.agent.reporter.reporter"].is_started())
+"""
+    path = write(tmp_path / "job", {"job.py": job})
+    done = run(tmp_path, "import job; job.main()", RANK="0", WORLD_SIZE="1", PYTHONPATH=f"{ROOT}{os.pathsep}{path}")
+    reported, ended = done.stdout.splitlines()
+    assert reported.split()[:3] == ["5", "5", "wait"] and ended == "0 False", done.stderr
+
+
 def test_a_process_without_torch_loads_nothing_of_rolecall(tmp_path: Path) -> None:
     done = run_plain(tmp_path, "import sys; print([m for m in sys.modules if m.startswith('rolecall')])")
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
@@ -201,10 +221,15 @@ def test_exec_runs_the_command_unchanged(tmp_path: Path, command: list[str]) -> 
     assert (done.stdout.strip(), done.returncode) == ("1---help", 7), done.stderr
 
 
-def test_a_command_that_cannot_run_is_named() -> None:
-    argv = [sys.executable, "-m", "rolecall", "exec", "--", "/no/such/program"]
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("/no/such/program", "/no/such/program: No such file"), ("", "COMMAND: the name of the program is empty")],
+    ids=["missing", "empty"],
+)
+def test_a_command_that_cannot_run_is_named(command: str, said: str) -> None:
+    argv = [sys.executable, "-m", "rolecall", "exec", "--", command]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "/no/such/program: No such file" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"rolecall: {said}")
 
 
 def test_a_shell_takes_over_the_environment(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_a_request_that_reached_no_server_had_no_effect(url: str, tmp_path: Path
     no_token = HttpCall(key="h", words="", method="GET", url=url, token_path=str(tmp_path / "none")).make()
     no_ca = HttpCall(key="h", words="", method="GET", url="https://127.0.0.1:9/x", ca_path=str(tmp_path / "no")).make()
     assert [r.status for r in (refused, no_token, no_ca)] == [NOT_SENT] * 3, (refused, no_token, no_ca)
+    assert refused.shown == "not sent: 127.0.0.1:9: connection refused"
 
 
 def test_a_command_that_cannot_be_ended_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
 """A command of the user's own: what it is given, and what its end means."""
 
+from pathlib import Path
+
 import pytest
 
 from rolecall.core.config.actuators import CommandActuator
-from rolecall.core.config.watched import parse_watched
+from rolecall.core.config.watched import load_watched, parse_watched
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError, ConfigError
 from rolecall.recovery.actuators.calls import Call, CommandCall, Reply
@@ -94,15 +96,34 @@ def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
     [
         ({"kind": "command", "replace": ["kill", "{process}"]}, r"\{process\} is not known here, only \{because\}"),
         ({"kind": "command", "replace": ["kill", "{pid"]}, "actuator"),
+        ({"kind": "command", "replace": ["kill", "{node:d}"]}, "Unknown format code 'd' for object of type 'str'"),
         ({"kind": "command", "replace": []}, "actuator"),
         ({"kind": "command", "replace": [""]}, "expected a program"),
         ({"kind": "command", "replace": ["x"], "move": []}, "expected a program"),
-        ({"kind": "nothing known", "replace": ["x"]}, "actuator"),
+        ({"kind": "nothing known", "replace": ["x"]}, r"actuator\.kind: expected one of 'command', 'processes'"),
+        ({"replace": ["x"]}, r"actuator\.kind: missing"),
+        ({"kind": "command", "replace": "kill"}, r"actuator\.replace: expected a list, got 'kill'"),
+        ({"kind": "miles", "url": "http://"}, r"actuator\.url: expected http\[s\]://HOST\[:PORT\], got 'http://'"),
+        ({"kind": "torchft", "url": "http://head:99999"}, r"actuator\.url: Port out of range"),
+        ({"kind": "torchft", "url": "http://head:1"}, r"roles: rollout is not in actuator\.groups"),
+        ({"kind": "miles", "url": "http://head:1", "cells": {"trainer": "a"}}, r"rollout is not in actuator\.cells"),
+        ({"kind": "verl", "url": "http://h:1", "token_path": "/t", "roles": ["engine"]}, r"not in actuator\.roles"),
+        (
+            {"kind": "torchft", "url": "http://h:1", "processes": {"kind": "processes", "grace_seconds": 600}},
+            "deadline_seconds: must be at least 630",
+        ),
     ],
 )
 def test_mistakes_are_named(actuator: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_watched({"actuator": actuator, "roles": ["rollout"]}, "watch.yaml")
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "watch.yaml"
+    path.write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match="the file has no content"):
+        load_watched(path)
 
 
 def test_a_mode_that_acts_needs_an_actuator() -> None:

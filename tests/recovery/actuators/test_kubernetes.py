@@ -807,6 +807,7 @@ def test_the_account_is_bound_to_its_roles(path: Path) -> None:
         ({"kind": "kuberay", "cluster": "ray", "selector": "app={replica}"}, r"\{replica\} is not known here"),
         ({"kind": "kubernetes", "pod": "x", "namespace": "a/b"}, "namespace"),
         ({"kind": "kubernetes", "pod": "x", "api": "ftp://x"}, "api"),
+        ({"kind": "kubernetes", "pod": "x", "cordon": False, "cordon_by": "nvsentinel"}, "needs cordon: true"),
         ({"kind": "kuberay"}, "cluster"),
         ({"kind": "kuberay", "cluster": "../pods"}, "cluster"),
         ({"kind": "kuberay", "cluster": "ray", "wait_seconds": 200}, "at most half of deadline_seconds"),

@@ -5,18 +5,30 @@ A case draws what was wrong before the plan (a later process under the same name
 changes between calls, and which calls are refused, fail, or stay without an answer, with or without their effect.
 """
 
+import json
 import random
+import uuid
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from urllib.parse import unquote
 
 import pytest
 
-from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator, SlurmActuator, VerlActuator
-from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, Reply
+from rolecall.core.config.actuators import (
+    KubeRayActuator,
+    KubernetesActuator,
+    MilesActuator,
+    SlurmActuator,
+    TorchftActuator,
+    VerlActuator,
+)
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, HttpCall, Reply
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.miles import Miles
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Order
+from rolecall.recovery.actuators.targets.torchft import Torchft
 from rolecall.recovery.actuators.targets.verl import Verl
 from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes
@@ -205,6 +217,120 @@ def test_engines_of_verl() -> None:
         assert told(it), (seed, it)
         ends["replaced" if fake.ended else "refused"] += 1
     assert min(ends.values()) > CASES / 10, ends
+
+
+def test_cells_of_miles() -> None:
+    """A cell is one of its name, whatever runs in it: what is checked is that no other one is suspended, none that
+    somebody else suspends is resumed, and none stays suspended without a word."""
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"miles {seed}")
+        fake, mine = FakeMiles([f"rollout-{n}" for n in range(4)], looks=rng.randrange(4)), rng.randrange(4)
+        name, foreign = f"rollout-{mine}", rng.random() < 0.2
+        if foreign:
+            fake.suspend(name)
+            fake.cells[name].phase = rng.choice(("Running", "Suspended"))
+            ends["stale"] += 1
+
+        def change(call: Call, fake: FakeMiles = fake, rng: random.Random = rng, name: str = name) -> None:
+            fake.suspend(rng.choice(sorted(fake.cells.keys() - {name})))
+
+        target = Miles(MilesActuator.model_validate({"kind": "miles", "url": "http://127.0.0.1:9"}))
+        given = order(member(f"rollout/{mine}", "n-1"))
+        it = drive(target.replace(given), troubled(rng, fake.reply, HTTP_FAULTS, change))
+        assert set(fake.patched) <= (set() if foreign else {name}), (seed, it)
+        assert told(it), (seed, it)
+        words = it.error or it.calls[-1].words
+        assert foreign or not fake.cells[name].to_be_suspended or "resume it by hand" in words, (seed, it)
+        ends["replaced" if it.done else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+@dataclass
+class Cell:
+    to_be_suspended: bool = False
+    phase: str = "Running"
+    looks: int = 0
+
+
+class FakeMiles:
+    """Control server of miles. `looks`: after so many at a cell that is to be suspended it is."""
+
+    def __init__(self, names: list[str], looks: int) -> None:
+        self.cells, self._looks = {name: Cell() for name in names}, looks
+        self.patched: list[str] = []
+
+    def suspend(self, name: str) -> None:
+        self.cells[name].to_be_suspended, self.cells[name].looks = True, 0
+
+    def reply(self, call: Call) -> Reply:
+        assert isinstance(call, HttpCall)
+        name = call.url.rpartition("/")[2]
+        cell = self.cells[name]
+        if call.method == "PATCH":
+            self.patched.append(name)
+            if call.body["spec"]["suspend"]:
+                self.suspend(name)
+            else:
+                self.cells[name] = Cell()
+            return Reply(status=200, text="{}")
+        if cell.to_be_suspended:
+            cell.looks += 1
+            cell.phase = "Suspended" if cell.looks > self._looks else cell.phase
+        text = {"spec": {"suspend": cell.to_be_suspended}, "status": {"phase": cell.phase}}
+        return Reply(status=200, text=json.dumps(text))
+
+
+def test_groups_of_torchft() -> None:
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"torchft {seed}")
+        fake, mine = FakeLighthouse(rng, 12), rng.randrange(4)
+        if rng.random() < 0.2:
+            fake.groups[f"ddp_{mine}"].clear()  # it has left the quorum
+            ends["stale"] += 1
+
+        def change(call: Call, fake: FakeLighthouse = fake, rng: random.Random = rng) -> None:
+            fake.restart(rng.choice(sorted(fake.groups)))
+
+        config = {"kind": "torchft", "url": "http://127.0.0.1:9", "groups": {"trainer": "ddp_{index}"}}
+        it = drive(
+            Torchft(TorchftActuator.model_validate(config)).replace(order(member(f"trainer/{mine}", "n-1"))),
+            troubled(rng, fake.reply, HTTP_FAULTS, change),
+        )
+        assert set(fake.ended) <= fake.shown & {one for one in fake.ended if one.startswith(f"ddp_{mine}:")}, (seed, it)
+        assert len(fake.ended) <= 1 and told(it), (seed, it)
+        ends["replaced" if fake.ended else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+class FakeLighthouse:
+    """Of torchft, with one group of each name, ddp_0 to ddp_11. `shown`: those that its page has listed; a group that
+    starts again has another id."""
+
+    def __init__(self, rng: random.Random, num_groups: int) -> None:
+        self._rng = rng
+        self.groups: dict[str, list[str]] = {f"ddp_{n}": [] for n in range(num_groups)}
+        for name in self.groups:
+            self.restart(name)
+        self.shown: set[str] = set()
+        self.ended: list[str] = []
+
+    def restart(self, name: str) -> None:
+        self.groups[name] = [f"{name}:{uuid.UUID(int=self._rng.getrandbits(128))}"]
+
+    def reply(self, call: Call) -> Reply:
+        assert isinstance(call, HttpCall)
+        listed = [one for of_name in self.groups.values() for one in of_name]
+        if call.method == "GET":
+            self.shown |= {*listed}
+            return Reply(status=200, text="".join(f"<b>{one}</b>" for one in listed))
+        name = unquote(call.url.split("/")[-2])
+        if name not in listed:
+            return Reply(status=500, text="Something went wrong: failed to find replica")
+        self.ended.append(name)
+        self.groups[name.partition(":")[0]].clear()
+        return Reply(status=500, text="transport error")
 
 
 def _forgiving(fake: FakeSlurm) -> Callable[[Call], Reply]:

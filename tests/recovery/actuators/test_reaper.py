@@ -180,6 +180,8 @@ def test_the_file_says_who_may() -> None:
     one = {"actuator": {"kind": "processes"}, "roles": ["rollout"]}
     assert parse_watched(one).orphans is None
     assert parse_watched({**one, "orphans": {}}).orphans == ReaperConfig()
+    with pytest.raises(ConfigError, match="deadline_seconds: must be at least 630"):
+        parse_watched({**one, "orphans": {"grace_seconds": 600}})
     for wrong in ({"orphans": {}}, {**one, "orphans": {"run_on_node": ["ssh", "{replica}"]}}):
         with pytest.raises(ConfigError, match="orphans"):
             parse_watched(wrong)

@@ -69,6 +69,16 @@ def test_the_node_is_drained_before_the_job_is_requeued_and_once(fake: FakeSlurm
     assert it.done == "Slurm job 12 was requeued; n-1 was mixed+drain already" and fake.drained == ["n-1"]
 
 
+def test_a_node_is_drained_under_slurms_own_name() -> None:
+    """Agents have names without capitals."""
+    fake = FakeSlurm(Job(13, ["GPU-1"]))
+    it = drive(slurm().replace(order(member("rollout/1", "gpu-1", job="13.0"), leave_node=True)), fake.reply)
+    assert it.done == "Slurm job 13 was requeued; GPU-1 drains" and fake.drained == ["GPU-1"]
+    fake = FakeSlurm(Job(13, ["GPU-1", "gpu-1"]))
+    it = drive(slurm().replace(order(member("rollout/1", "gpu-1", job="13.0"))), fake.reply)
+    assert "cannot be told apart" in it.error and not fake.ended
+
+
 def _plain(call: Call) -> Call:
     """With the program's name alone."""
     assert isinstance(call, CommandCall)

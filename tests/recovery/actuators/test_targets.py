@@ -111,6 +111,7 @@ def test_a_cell_is_suspended_and_resumed_once_it_is() -> None:
         ([ok("<html>")], "cell rollout-1: status 200: <html>"),
         ([ok("{}")], "without spec.suspend or status.phase"),
         ([cell(True, "Suspended")], "somebody else is at work on it"),
+        ([cell(True, "Running")], "somebody else is at work on it"),
         ([cell(False, "Running"), Reply(status=409, text="busy")], "suspend cell rollout-1: status 409: busy"),
         ([cell(False, "Running"), *[Reply(status=500, text="broken")] * 4], "cell rollout-1: status 500: broken; look"),
         ([cell(False, "Running"), ok(), Reply(status=404)], "cell rollout-1: status 404; look whether"),

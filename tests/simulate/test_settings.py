@@ -23,6 +23,7 @@ def test_every_mistake_is_reported_with_its_path() -> None:
         ({"arms": {}}, "arms: at least one is needed"),
         ({"faults": {"burst_sizes": {}}}, "faults.burst_sizes: at least one is needed"),
         ([], "(top): expected a mapping, got list"),
+        ({"trainer": 5}, "trainer: expected a mapping, got 5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(value: object, problem: str) -> None:

@@ -600,6 +600,9 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
         raise ConfigError(problems_of(e), source) from None
 
 
+_OWN_REASONS = {"extra_forbidden": "unknown key", "model_type": "expected a mapping"}
+
+
 def problems_of(invalid: ValidationError) -> list[str]:
     """The problems, each `path: reason, got value`, without passwords of URLs.
 
@@ -610,7 +613,8 @@ def problems_of(invalid: ValidationError) -> list[str]:
         path = ".".join(str(part) for part in error["loc"])
         shown = redacted(repr(error["input"]))
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
-        reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+        own = _OWN_REASONS.get(error["type"])  # where pydantic's names a class, or is less clear
+        reason = own or error["msg"].removeprefix("Value error, ")
         if path:
             problems.append(f"{path}: {reason}{got}")
         else:

@@ -182,7 +182,7 @@ def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(monkeypatch:
         ("basic_auth_users: {prometheus: secret}", "basic_auth_users.prometheus: not a bcrypt hash"),
         (f"basic_auth_users: {{'a:b': {HASH}}}", "no user name"),
         ("rate_limit: {burst: 3}", "rate_limit: unknown key"),
-        ("- a list", "valid dictionary"),
+        ("- a list", "expected a mapping"),
         ("{", "not YAML"),
     ],
 )

@@ -22,11 +22,11 @@ from rolecall.simulate.measured import MeasuredFault, MeasuredRun, simulate_meas
 from rolecall.simulate.settings import ARMS, ArmSettings, SimulationSettings, resized
 from rolecall.simulate.simulator import LOSSES, Account
 from rolecall.simulate.standbys import standbys
-from rolecall.simulate.study import accounts, costs, interval, result
+from rolecall.simulate.study import Estimate, accounts, costs, interval, result
 
 EVERY_STEPS = (1, 2, 5, 20, 100)
 """Checkpoint periods that are compared."""
-SIZES = (1_024, 4_096, 16_384, 32_768, 65_536, 100_000)
+SIZES = (256, 1_024, 4_096, 16_384, 32_768, 65_536, 100_000)
 NUM_SEARCH = 2
 """Runs from which the period is chosen: all periods meet the same faults."""
 MIDDLE_SIZE = 16_384
@@ -66,6 +66,10 @@ def band(label: str, curve: Curve, value: Callable[[Account], float]) -> Band:
 def shown(values: Sequence[float]) -> str:
     found = interval(values)
     return f"{100 * found.median:.2f} ({100 * found.low:.2f} to {100 * found.high:.2f})"
+
+
+def estimated(found: Estimate, digits: int = 0) -> str:
+    return f"{found.value:,.{digits}f} ({found.low:,.{digits}f} to {found.high:,.{digits}f})"
 
 
 def by_size(base: SimulationSettings, num_seeds: int) -> tuple[dict[str, Curve], list[str]]:
@@ -121,6 +125,8 @@ def table(title: str, head: str, curves: Mapping[str, Curve]) -> Iterator[str]:
 def prices(base: SimulationSettings, num_seeds: int) -> Iterator[str]:
     yield f"## What detection, false alarms and standbys cost, {base.gpus:,} GPUs"
     yield ""
+    yield "Mean of the runs, and the interval of 95 % in which it lies."
+    yield ""
     yield (
         "| arm | a second of detection, GPU-hours a day | a false alarm, GPU-hours | "
         "finding silent faults saves, GPU-hours a day | evictions pay up to, false alarms per 1,000 machine-days |"
@@ -128,11 +134,14 @@ def prices(base: SimulationSettings, num_seeds: int) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     answers = {n: costs(base, best_period(base, a, NUM_SEARCH), num_seeds) for n, a in base.arms.items()}
     for name, of in answers.items():
-        limit = of.eviction.per_1000_machine_days
-        yield (
-            f"| {NAMES[name]} | {of.detection_gpu_hours_per_day:.2f} | {of.eviction.gpu_hours_per_alarm:.0f} | "
-            f"{of.eviction.gain_gpu_hours_per_day:.0f} | {'any' if limit is None else f'{limit:.2f}'} |"
+        eviction = of.eviction
+        cells = (
+            estimated(of.detection_gpu_hours_per_day, 2),
+            estimated(eviction.gpu_hours_per_alarm),
+            estimated(eviction.gain_gpu_hours_per_day),
+            estimated(eviction.per_1000_machine_days, 2),
         )
+        yield f"| {NAMES[name]} | {' | '.join(cells)} |"
     yield ""
     yield f"Standbys by the P99 rule: {dict(standbys(base))} machines. GPU-hours a day, of standbys + lost by the job:"
     yield ""
@@ -142,8 +151,8 @@ def prices(base: SimulationSettings, num_seeds: int) -> Iterator[str]:
     yield "| arm | " + " | ".join(sizes) + " |"
     yield "|" + "---|" * (len(sizes) + 1)
     for name, of in answers.items():
-        cells = (f"{r.standby_gpu_hours_per_day:,.0f} + {r.lost_gpu_hours_per_day:,.0f}" for r in of.standbys)
-        yield f"| {NAMES[name]} | " + " | ".join(cells) + " |"
+        both = (f"{r.standby_gpu_hours_per_day:,.0f} + {estimated(r.lost_gpu_hours_per_day)}" for r in of.standbys)
+        yield f"| {NAMES[name]} | " + " | ".join(both) + " |"
     yield ""
 
 

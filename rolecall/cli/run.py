@@ -105,6 +105,10 @@ def demo(
         task=task,
         mode=mode,
     )
+    standbys = job.runtime.num_standbys()
+    roles = {name: KINDS[name.partition(":")[0]].role for name in names}
+    if problems := [f"--faults: {n}: the job has no {role}" for n, role in roles.items() if not standbys.get(role, 1)]:
+        raise ConfigError(problems)
     run_id = run_id or _new_run_id("demo", seed)
     return _execute(job, runs, run_id, names, not plain, minutes_max, hold_minutes, dashboard=not no_dashboard)
 

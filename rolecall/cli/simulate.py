@@ -18,7 +18,8 @@ app = Commands(
 
 SEEDS = 20
 GpusOption = Annotated[
-    int | None, typer.Option("--gpus", min=2, help="Size of the fleet: replicas in the same proportion.")
+    int | None,
+    typer.Option("--gpus", min=2, max=1_000_000, help="Size of the fleet: replicas in the same proportion."),
 ]
 SeedsOption = Annotated[
     int, typer.Option("--seeds", min=1, max=10_000, help="Simulated runs; an interval holds 95 % of them.")
@@ -96,7 +97,7 @@ def simulate_run(
     }
     answers = {name: study.costs(settings, of, seeds, seed) for name, of in arms.items()} if costs else {}
     if costs:
-        found["costs"] = {name: asdict(answer) for name, answer in answers.items()}
+        found["costs"] = {name: answer.to_dict() for name, answer in answers.items()}
     present(as_json, found, text.comparison(settings, seeds, results, answers))
     return 0
 

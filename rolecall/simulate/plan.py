@@ -66,13 +66,15 @@ class FleetPlan:
 
 
 def settings_of_job(job: JobConfig, base: SimulationSettings) -> SimulationSettings:
-    """`base` with the replicas and ranks of a job file; its trainers and rollouts work asynchronously."""
-    ranks = job.runtime
+    """`base` with the replicas, ranks and run mode of a job file. A hybrid has a GPU for each rank of its larger half,
+    which belong to `trainer`. Rollouts may be `staleness_max` steps ahead in mode async, else as far as in `base`."""
+    runtime, hybrids = job.runtime, job.num_hybrids
+    gpus_of_trainer = max(runtime.trainer_ranks, runtime.rollout_ranks if hybrids else 0)
     return base.changed(
-        mode=Mode.ASYNC,
-        trainer=RoleSize(replicas=job.roles.trainer, gpus_per_replica=ranks.trainer_ranks).model_dump(),
-        rollout=RoleSize(replicas=job.roles.rollout, gpus_per_replica=ranks.rollout_ranks).model_dump(),
-        ahead_steps=float(ranks.staleness_max),
+        mode=Mode(runtime.mode),
+        trainer=RoleSize(replicas=job.roles.trainer, gpus_per_replica=gpus_of_trainer).model_dump(),
+        rollout=RoleSize(replicas=job.roles.rollout - hybrids, gpus_per_replica=runtime.rollout_ranks).model_dump(),
+        ahead_steps=base.ahead_steps if hybrids else float(runtime.staleness_max),
     )
 
 

@@ -46,6 +46,10 @@ GENERATION_SHARE = {Mode.ASYNC: 0.0, Mode.SEMI_SYNC: 0.5, Mode.SYNC: 0.7}
 """Share of a step in which trainer GPUs generate. Semi-sync: [RobustRL], the switch at 50 %; sync: [assumed]."""
 
 
+DRAWN_MAX = 1_000_000
+"""Faults and false alarms of one run: minutes of simulation. 100,000 GPUs have 143,000 faults in ten years."""
+
+
 class RoleSize(Section):
     replicas: Annotated[int, Field(ge=0, le=1_000_000)]
     """Replicas of this role."""
@@ -243,9 +247,20 @@ class SimulationSettings(Section):
             problems.append("arms: at least one is needed")
         if not self.faults.burst_sizes:
             problems.append("faults.burst_sizes: at least one is needed")
+        if (expected := self._num_drawn) > DRAWN_MAX:
+            many = f"about {expected:,.0f} faults and false alarms in each run, {DRAWN_MAX:,} can be simulated"
+            problems.append(f"faults: {many}: lower the rates, the GPUs or the days")
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def _num_drawn(self) -> float:
+        """Expected faults and false alarms of one run."""
+        faults = self.faults
+        per_hour = self.trainer.gpus * faults.trainer_per_gpu_hour + self.rollout.gpus * faults.rollout_per_gpu_hour
+        machines = self.machines_of(self.trainer) + self.machines_of(self.rollout)
+        return self.days * (24 * per_hour + machines * faults.false_alarms_per_1000_machine_days / 1000)
 
     @property
     def gpus(self) -> int:
@@ -268,8 +283,8 @@ class SimulationSettings(Section):
         return math.ceil(size.gpus / self.gpus_per_machine)
 
     def changed(self, **changes: Any) -> "SimulationSettings":
-        """A validated copy. Raises ValidationError."""
-        return SimulationSettings.model_validate({**self.model_dump(), **changes})
+        """A validated copy. Raises ConfigError: with every problem."""
+        return parse_settings({**self.model_dump(), **changes})
 
 
 def resized(settings: SimulationSettings, gpus: int | None = None, mode: Mode | None = None) -> SimulationSettings:

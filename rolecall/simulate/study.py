@@ -1,11 +1,16 @@
 """Questions to the simulator, each over several seeds. All compared runs of a seed meet the same faults. Pure.
 
-An interval holds 95 % of the simulated runs: what one's own run may be, not how well the median is known.
+An interval of ETTR and goodput holds 95 % of the simulated runs: what one's own run may be, not how well the median is
+known. A cost is a mean over the runs, and its interval says how well that is known (`Estimate`).
 """
 
+import math
+import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 from rolecall.core.errors import ConfigError
 from rolecall.simulate.faults import ROLLOUT, TRAINER, draw_scenario
@@ -19,6 +24,7 @@ DETECTION_PROBE_SECONDS = 60.0
 faults then lie."""
 ALARMS_WANTED = 100
 """False alarms of all seeds together from which the cost of one is computed."""
+RESAMPLES = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,19 +104,45 @@ def result(name: str, found: Sequence[Account]) -> ArmResult:
     )
 
 
-def _lost_per_day(found: Sequence[Account]) -> float:
-    """GPU-hours."""
-    return sum(a.lost_gpu_seconds for a in found) / HOUR_SECONDS / (sum(a.seconds for a in found) / DAY_SECONDS)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over the runs. `low`, `high`: ends of its interval of 95 %, by bootstrap over the runs."""
+
+    value: float
+    low: float
+    high: float
 
 
-def detection_value(settings: SimulationSettings, arm: ArmSettings, num_seeds: int, seed: int = 0) -> float:
+def estimate(of_runs: Callable[[Sequence[int]], float], num_runs: int) -> Estimate:
+    """`of_runs`: the value from the runs with these numbers, of which one may be there several times."""
+    rng, runs = random.Random("bootstrap"), range(num_runs)
+    drawn = sorted(of_runs(rng.choices(runs, k=num_runs)) for _ in range(RESAMPLES))
+    tail = round((1 - COVERAGE) / 2 * RESAMPLES)
+    return Estimate(value=of_runs(runs), low=drawn[tail], high=drawn[-1 - tail])
+
+
+def _lost_per_day(found: Sequence[Account]) -> list[float]:
+    """GPU-hours of each run."""
+    return [a.lost_gpu_seconds / HOUR_SECONDS / (a.seconds / DAY_SECONDS) for a in found]
+
+
+def _mean(values: Sequence[float], runs: Sequence[int]) -> float:
+    return statistics.fmean(values[n] for n in runs)
+
+
+def _more(more: Sequence[float], less: Sequence[float], runs: Sequence[int]) -> float:
+    """Mean difference of these runs, which meet the same faults in pairs."""
+    return _mean(more, runs) - _mean(less, runs)
+
+
+def detection_value(settings: SimulationSettings, arm: ArmSettings, num_seeds: int, seed: int = 0) -> Estimate:
     """GPU-hours a day that each second of detection costs, over all faults."""
     slower = settings.detection.model_dump()
     slower["explicit_seconds"] += DETECTION_PROBE_SECONDS
     slower["implicit"] = {role: s + DETECTION_PROBE_SECONDS for role, s in slower["implicit"].items()}
     lost = _lost_per_day(accounts(settings, arm, num_seeds, seed))
-    more = _lost_per_day(accounts(settings.changed(detection=slower), arm, num_seeds, seed))
-    return (more - lost) / DETECTION_PROBE_SECONDS
+    later = _lost_per_day(accounts(settings.changed(detection=slower), arm, num_seeds, seed))
+    return estimate(lambda runs: _more(later, lost, runs) / DETECTION_PROBE_SECONDS, num_seeds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,13 +150,13 @@ class BreakEven:
     """When evicting what a detector names stops paying.
 
     `gain_gpu_hours_per_day`: saved by finding implicit faults with the detector instead of waiting for a timeout.
-    `gpu_hours_per_alarm`: cost of one false alarm. `per_1000_machine_days`: false alarms at which they are equal; null:
-    a false alarm costs nothing measurable.
+    `gpu_hours_per_alarm`: cost of one false alarm. `per_1000_machine_days`: false alarms at which they are equal;
+    infinite: a false alarm costs nothing measurable.
     """
 
-    gain_gpu_hours_per_day: float
-    gpu_hours_per_alarm: float
-    per_1000_machine_days: float | None
+    gain_gpu_hours_per_day: Estimate
+    gpu_hours_per_alarm: Estimate
+    per_1000_machine_days: Estimate
 
 
 def break_even(settings: SimulationSettings, arm: ArmSettings, num_seeds: int, seed: int = 0) -> BreakEven:
@@ -137,16 +169,26 @@ def break_even(settings: SimulationSettings, arm: ArmSettings, num_seeds: int, s
     alarming = settings.changed(
         faults=faults | {"false_alarms_per_1000_machine_days": 1000 * ALARMS_WANTED / machine_days}
     )
-    without = quiet.changed(detection=detection | {"implicit": late})
+    without = _lost_per_day(accounts(quiet.changed(detection=detection | {"implicit": late}), arm, num_seeds, seed))
     lost = _lost_per_day(accounts(quiet, arm, num_seeds, seed))
-    gain = _lost_per_day(accounts(without, arm, num_seeds, seed)) - lost
     alarmed = accounts(alarming, arm, num_seeds, seed)
-    num_alarms = sum(a.num_false_alarms for a in alarmed)
-    per_alarm = (_lost_per_day(alarmed) - lost) * settings.days * num_seeds / max(1, num_alarms)
+    lost_alarmed, num_alarms = _lost_per_day(alarmed), [a.num_false_alarms for a in alarmed]
+
+    def gain(runs: Sequence[int]) -> float:
+        return _more(without, lost, runs)
+
+    def per_alarm(runs: Sequence[int]) -> float:
+        alarms_a_day = _mean(num_alarms, runs) / settings.days
+        return _more(lost_alarmed, lost, runs) / alarms_a_day if alarms_a_day else 0.0
+
+    def limit(runs: Sequence[int]) -> float:
+        cost = per_alarm(runs)
+        return 1000 * gain(runs) / (cost * machines) if cost > 0 else math.inf
+
     return BreakEven(
-        gain_gpu_hours_per_day=gain,
-        gpu_hours_per_alarm=per_alarm,
-        per_1000_machine_days=1000 * gain / (per_alarm * machines) if per_alarm > 0 else None,
+        gain_gpu_hours_per_day=estimate(gain, num_seeds),
+        gpu_hours_per_alarm=estimate(per_alarm, num_seeds),
+        per_1000_machine_days=estimate(limit, num_seeds),
     )
 
 
@@ -156,7 +198,7 @@ class StandbyCost:
 
     standbys: Mapping[str, int]
     standby_gpu_hours_per_day: float
-    lost_gpu_hours_per_day: float
+    lost_gpu_hours_per_day: Estimate
 
 
 def standby_costs(
@@ -172,7 +214,9 @@ def standby_costs(
         lost = _lost_per_day(accounts(changed, arm, num_seeds, seed))
         hours = sum(sizes.values()) * settings.gpus_per_machine * 24.0
         found[tuple(sizes.values())] = StandbyCost(
-            standbys=sizes, standby_gpu_hours_per_day=hours, lost_gpu_hours_per_day=lost
+            standbys=sizes,
+            standby_gpu_hours_per_day=hours,
+            lost_gpu_hours_per_day=estimate(partial(_mean, lost), num_seeds),
         )
     return list(found.values())
 
@@ -181,9 +225,13 @@ def standby_costs(
 class Costs:
     """Answers of one arm. `detection_gpu_hours_per_day`: lost by each second of detection."""
 
-    detection_gpu_hours_per_day: float
+    detection_gpu_hours_per_day: Estimate
     eviction: BreakEven
     standbys: Sequence[StandbyCost]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinite numbers: they are null."""
+        return asdict(self, dict_factory=lambda items: {k: None if v == math.inf else v for k, v in items})
 
 
 def costs(settings: SimulationSettings, arm: ArmSettings, num_seeds: int, seed: int = 0) -> Costs:

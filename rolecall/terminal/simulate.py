@@ -1,5 +1,6 @@
 """Results of `rolecall simulate run` and `rolecall doctor JOB --plan` as text. Pure."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
@@ -11,8 +12,16 @@ from rolecall.core.text import counted, plain, seconds
 from rolecall.simulate.plan import EVERY_STEPS, FleetPlan
 from rolecall.simulate.settings import SimulationSettings
 from rolecall.simulate.standbys import standbys
-from rolecall.simulate.study import ArmResult, Costs, Interval
+from rolecall.simulate.study import ArmResult, Costs, Estimate, Interval
 from rolecall.terminal.console import SOFT, STRONG
+
+ARM_TEXTS = {
+    "replica": "the replica at fault alone is replaced, as rolecall does",
+    "role": "all trainers restart, or one rollout",
+    "restart_warm": "the whole job restarts in place",
+    "restart_cold": "the whole job is queued and started again",
+}
+"""Of the arms in the default settings."""
 
 
 def comparison(
@@ -23,6 +32,8 @@ def comparison(
     parts += [_shares(results), Text(), Text("GPU-hours lost, mean of the runs", STRONG), _lost(results)]
     for name, answer in costs.items():
         parts += [Text(), Text(plain(name), STRONG), *_costs(answer)]
+    if costs:
+        parts += [Text(), Text("costs: mean of the runs, and the interval of 95 % in which it lies", SOFT)]
     return Group(*parts)
 
 
@@ -39,6 +50,8 @@ def plan(found: FleetPlan) -> RenderableType:
             _percents(arm.expected.goodput),
         )
     notes = (
+        *(f"{name}: {text}" for name, text in ARM_TEXTS.items() if name in found.arms),
+        "standby machines: the 99th percentile of the machines lost on a day, where the settings give no number",
         f"checkpoint: of periods of {', '.join(map(str, EVERY_STEPS))} steps the one that loses least in simulation",
         "by Young, by Daly: work between checkpoints, from how often one was loaded",
     )
@@ -91,23 +104,25 @@ def _lost(results: Sequence[ArmResult]) -> Table:
     return table
 
 
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+def _estimate(found: Estimate) -> str:
+    value, low, high = (
+        "unlimited" if n == math.inf else f"{n:,.0f}" if abs(n) >= 100 else f"{n:.2g}"
+        for n in (found.value, found.low, found.high)
+    )
+    return f"{value} ({low} to {high})"
 
 
 def _costs(found: Costs) -> Iterable[Text]:
     eviction = found.eviction
-    yield Text(f"  a second of detection costs {_short(found.detection_gpu_hours_per_day)} GPU-hours a day")
-    limit = eviction.per_1000_machine_days
-    bears = "any number of" if limit is None else _short(limit)
+    yield Text(f"  a second of detection costs {_estimate(found.detection_gpu_hours_per_day)} GPU-hours a day")
     yield Text(
-        f"  evictions by a detector pay up to {bears} false alarms per 1,000 machine-days: finding silent faults saves "
-        f"{eviction.gain_gpu_hours_per_day:,.1f} GPU-hours a day, a false alarm costs "
-        f"{eviction.gpu_hours_per_alarm:,.1f}"
+        f"  evictions by a detector pay up to {_estimate(eviction.per_1000_machine_days)} false alarms per 1,000 "
+        f"machine-days: finding silent faults saves {_estimate(eviction.gain_gpu_hours_per_day)} GPU-hours a day, a "
+        f"false alarm costs {_estimate(eviction.gpu_hours_per_alarm)}"
     )
     for row in found.standbys:
         sizes = ", ".join(f"{n} for {role}s" for role, n in row.standbys.items())
         yield Text(
             f"  standby machines {sizes}: {row.standby_gpu_hours_per_day:,.0f} GPU-hours a day of their own, "
-            f"{row.lost_gpu_hours_per_day:,.0f} lost by the job"
+            f"{_estimate(row.lost_gpu_hours_per_day)} lost by the job"
         )

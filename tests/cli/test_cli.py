@@ -56,6 +56,11 @@ def test_too_few_nodes_says_who_lacks_what_and_starts_nothing(
         (("run", "nowhere.yaml"), "nowhere.yaml"),
         (("demo", "--faults", "nope"), "nope: unknown"),
         (("demo", "--faults", "trainer-hang:nope"), "known for trainer-hang are stop, gil"),
+        (
+            ("demo", "--faults", "trainer-standby-kill"),
+            "--faults: trainer-standby-kill: the job has no trainer-standby",
+        ),
+        (("demo", "--mode", "sync", "--faults", "standby-hang:stop"), "standby-hang:stop: the job has no standby"),
         (("demo", "--set", "seed=["), "--set seed=[: not YAML"),
         (("demo", "--set", "journal=mysql://u:pw@h/db"), "got 'mysql://u:***@h/db'"),
         (("demo", "--id", "x\x1b[31m"), "run id"),

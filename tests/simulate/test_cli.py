@@ -31,13 +31,14 @@ def test_run_prints_json_that_adds_up(capsys: pytest.CaptureFixture[str]) -> Non
     assert code == 0 and list(found["arms"]) == ["role"] == list(found["costs"])
     assert arm["useful_gpu_hours"] + sum(arm["lost_gpu_hours"].values()) == pytest.approx(arm["gpu_hours"])
     assert set(arm["ettr"]) == {"n", "median", "low", "high"} and arm["ettr"]["n"] == 2
-    assert found["costs"]["role"]["eviction"]["gpu_hours_per_alarm"] > 0
+    cost = found["costs"]["role"]["eviction"]["gpu_hours_per_alarm"]
+    assert cost["low"] <= cost["value"] <= cost["high"] and cost["value"] > 0
 
 
 def test_costs_are_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = answered(capsys, "simulate", "run", "--arm", "restart_warm", "--costs", *QUICK)
     assert "a second of detection costs" in out and "false alarms per 1,000 machine-days" in out
-    assert "standby machines 0 for trainers, 0 for rollouts" in out
+    assert "standby machines 0 for trainers, 0 for rollouts" in out and "the interval of 95 % in which it lies" in out
 
 
 def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,12 +52,22 @@ def test_the_same_seed_prints_the_same(capsys: pytest.CaptureFixture[str]) -> No
         (("--mode", "asink"), "--mode: 'asink' is not one of async, semi_sync, sync"),
         (("--arm", "magic"), "--arm: 'magic' is not one of replica, role, restart_warm, restart_cold"),
         (("--gpus", "10"), "--gpus: 10 are too few"),
+        (("--gpus", "10000000"), "Invalid value for '--gpus': Input should be less than or equal to 1000000"),
         (("nowhere.yaml",), "nowhere.yaml: No such file or directory"),
     ],
 )
 def test_a_mistake_is_one_message(argv: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = answered(capsys, "simulate", "run", *argv)
     assert (code, out) == (2, "") and problem in err
+
+
+def test_too_many_faults_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where an option, not the file, makes them too many."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text("faults: {trainer_per_gpu_hour: 0.01}\n")
+    assert answered(capsys, "simulate", "run", str(path), "--days", "0.1", "--seeds", "1")[0] == 0
+    code, out, err = answered(capsys, "simulate", "run", str(path), "--days", "3000")
+    assert (code, out) == (2, "") and len(err.splitlines()) == 1 and "1,000,000 can be simulated" in err
 
 
 def test_settings_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +93,7 @@ def test_doctor_plans_a_job(job: str, tmp_path: Path, capsys: pytest.CaptureFixt
     code, out, _ = answered(capsys, *plan)
     assert code == 0 and "1,024 GPUs, async: 8 trainers of 64 GPUs, 64 rollouts of 8 GPUs" in out
     assert "steps of 60.0 s" in out and "standby machines: " in out and "by Young" in out
+    assert "replica: the replica at fault alone is replaced, as rolecall does" in out
     found = json.loads(answered(capsys, *plan, "--json")[1])
     assert found["gpus"] == 1024 and set(found["standbys"]) == {"trainer", "rollout"}
 

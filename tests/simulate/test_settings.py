@@ -11,9 +11,7 @@ from rolecall.simulate.settings import Mode, ScaledSeconds, SimulationSettings, 
 def test_every_mistake_is_reported_with_its_path() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_settings({"days": -1, "faults": {"machine_share": 2}, "gpu": 8})
-    assert [p.partition(":")[0] for p in caught.value.problems] == ["days", "faults.machine_share", "gpu"] or {
-        p.partition(":")[0] for p in caught.value.problems
-    } == {"days", "faults.machine_share", "gpu"}
+    assert {p.partition(":")[0] for p in caught.value.problems} == {"days", "faults.machine_share", "gpu"}
 
 
 @pytest.mark.parametrize(
@@ -25,12 +23,26 @@ def test_every_mistake_is_reported_with_its_path() -> None:
         ({"arms": {}}, "arms: at least one is needed"),
         ({"faults": {"burst_sizes": {}}}, "faults.burst_sizes: at least one is needed"),
         ([], "(top): expected a mapping, got list"),
+        ({"trainer": 5}, "trainer: expected a mapping, got 5"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(value: object, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_settings(value)
     assert caught.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("rates", "number"),
+    [
+        ({"trainer_per_gpu_hour": 1}, "1,474,560"),
+        ({"rollout_per_gpu_hour": 1}, "1,474,560"),
+        ({"false_alarms_per_1000_machine_days": 1e8}, "1,536,000,000"),
+    ],
+)
+def test_more_faults_than_can_be_simulated_are_refused(rates: dict[str, float], number: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^faults: about {number} .*, 1,000,000 can be simulated: lower "):
+        parse_settings({"faults": {"trainer_per_gpu_hour": 0, "rollout_per_gpu_hour": 0, **rates}})
 
 
 def test_a_file_names_its_own_arms(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def main() -> int:
     parser.add_argument("--report-only", action="store_true")
     parser.add_argument("--commit", nargs="*", default=[], help="whose lines to report; none: of this one")
     options = parser.parse_args()
+    if not all(0 < percent <= 50 for percent in options.percent):
+        parser.error("--percent: expected more than 0 and at most 50: a fault in every second step")
     of_commit = common.commit()
     shown = options.commit or [of_commit]
     names = ("steps", "microbatches", "checkpoint_every", "standbys")

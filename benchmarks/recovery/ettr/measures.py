@@ -1,5 +1,6 @@
 """Numbers of one run, from its events."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,10 +10,10 @@ from typing import Any
 from benchmarks.recovery.ettr.schedule import NUM_ROLLOUTS, NUM_TRAINERS
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.run import StepCommitted
-from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
+from rolecall.views.ettr import Loss, ettr, losses, lost_seconds, steps, training_began
 from rolecall.views.incidents import InjectedFault, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key
-from rolecall.views.phases import Commits, recovery_phases
+from rolecall.views.phases import PHASES, Commits, recovery_phases
 
 ENDED_SECONDS = 60.0
 """What is reported of a cluster within so long after it was ended is about that end."""
@@ -66,6 +67,7 @@ def measured(
         }
         served = [r.serving_at - started for r in made if r.serving_at is not None] if started is not None else []
         recovery["away"] = round(statistics.fmean(served), 3) if served else None
+        recovery["lost"] = lost_by_phase(lost, fault.injected_at, phases.seconds)
         recoveries.append({**recovery, **phases.seconds, "whole": phases.whole})
     return {
         "num_steps": len(committed),
@@ -73,6 +75,7 @@ def measured(
         "ettr": shares(count_rollouts=False),
         "ettr_with_rollouts": shares(),
         "step_seconds": pace,
+        "rewards": [[round(s.at - began, 1), round(s.reward, 4)] for s in committed if math.isfinite(s.reward)],
         "tokens_trained": sum(s.num_tokens for s in committed),
         "tokens_trained_again": sum(c.tokens for c in every) - sum(s.num_tokens for s in committed),
         "steps_trained_again": len(every) - len(committed),
@@ -83,6 +86,20 @@ def measured(
         "killed_at": list(killed_at),
         "recoveries": recoveries,
     }
+
+
+def lost_by_phase(lost: Sequence[Loss], since: float, seconds: Mapping[str, float | None]) -> dict[str, float]:
+    """Replica-seconds that were lost in each phase of a recovery, up to the first phase that is not known. `since`: the
+    time of the fault, wall seconds."""
+    found = {}
+    for phase in PHASES:
+        lasted = seconds[phase]
+        if lasted is None:
+            break
+        shares = lost_seconds(lost, since, since + lasted, num_rollouts=NUM_ROLLOUTS, num_trainers=NUM_TRAINERS)
+        found[phase] = round((NUM_ROLLOUTS + NUM_TRAINERS) * sum(shares.values()), 1)
+        since += lasted
+    return found
 
 
 def position(began: float, commits: Sequence[tuple[float, int]], step_seconds: float, at: float) -> float:

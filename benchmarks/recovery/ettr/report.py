@@ -1,8 +1,10 @@
 """The report of result lines, with the simulator's own numbers of the same runs."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from benchmarks import common
@@ -15,6 +17,7 @@ from rolecall.views.phases import PHASES
 
 SIMULATED = {"role": "replica", "warm": "restart_warm", "cold": "restart_cold"}
 """Arm here -> arm of the simulator."""
+REWARD_SHARES, REWARD_STEPS = (0.25, 0.5, 0.75, 1.0), 5
 
 
 def spread(values: Sequence[float | None], digits: int = 1) -> str:
@@ -105,7 +108,7 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
             f"| {spread(longer)} | {spread(beyond, 0)} | {spread([x['tokens_trained_again'] for x in group], 0)} "
             f"| {spread([x['steps_trained_again'] for x in group], 0)} |"
         )
-    text += _recoveries(good) + _simulations(good)
+    text += _recoveries(good) + _lost(good) + _rewards(good) + _simulations(good)
     for what, key in (("Faults not hit in time", "num_skipped"), ("Faults not found", "num_missed")):
         text += ["", f"{what}: {sum(x[key] for x in good)}."]
     about_what = sorted({words for x in good for words in x.get("false_alarms_about", ())})
@@ -116,6 +119,52 @@ def report(lines: Sequence[dict[str, Any]], of_commit: str) -> list[str]:
     text += ["", f"Audit holds in {sum(bool(x.get('audit_ok')) for x in good)} of {len(good)} runs."]
     failures = [x for x in lines if not x["ok"]]
     return text + [line for x in failures for line in ("", f"Failed: {x['run_id']}, exit code {x['exit_code']}.")]
+
+
+def _lost(good: Sequence[dict[str, Any]]) -> list[str]:
+    rows = []
+    steps = sorted({step for x in good if (step := step_of(good, x)) is not None})
+    for step, arm, role in product(steps, ARMS[1:], ROLES["both"]):
+        runs = [x for x in good if x["arm"] == arm and step_of(good, x) == step]
+        found = [r["lost"] for x in runs for r in x["recoveries"] if r["role"] == role and "lost" in r]
+        if found:
+            cells = [spread([r.get(phase) for r in found]) for phase in PHASES]
+            together = spread([sum(r.values()) for r in found])
+            rows.append(f"| {step:.1f} | {arm} | {role} | {len(found)} | {' | '.join(cells)} | {together} |")
+    about = (
+        "Of a fault, by the phase in which they were lost; healthy replicas that wait or are restarted count, too, and "
+        "work that is done again does not, as in ETTR. A replica is one process here: they stand for GPU-seconds."
+    )
+    heads = ["step, s", "arm", "killed", "n", *PHASES, "together"]
+    return _section("Replica-seconds lost", about, heads, rows)
+
+
+def _rewards(good: Sequence[dict[str, Any]]) -> list[str]:
+    rows = []
+    for percent, _, arm, group in _groups(good):
+        pairs = [(x, free) for x in group if x.get("rewards") and (free := free_of(good, x)) is not None]
+        if not pairs:
+            continue
+        cells = []
+        for share in (*REWARD_SHARES, math.inf):
+            until = [[r for at, r in x["rewards"] if at <= share * free["seconds_to_n"]] for x, free in pairs]
+            means = [statistics.fmean(rewards[-REWARD_STEPS:]) if rewards else None for rewards in until]
+            cells.append(f"{spread(means, 3)}; {spread([float(len(rewards)) for rewards in until], 0)}")
+        step = step_of(good, group[0])
+        size, faults = "-" if step is None else f"{step:.1f}", f"{percent:g} %" if percent else "-"
+        rows.append(f"| {size} | {faults} | {arm} | {len(pairs)} | {' | '.join(cells)} |")
+    about = (
+        f"Mean reward of the newest {REWARD_STEPS} steps, and the number of steps done: at shares of the time that the "
+        "same seed's run without faults took, and at the run's own end."
+    )
+    at = [f"at {100 * share:.0f} %" for share in REWARD_SHARES]
+    return _section("Reward over wall time", about, ["step, s", "steps with a fault", "arm", "runs", *at, "end"], rows)
+
+
+def _section(title: str, about: str, heads: Sequence[str], rows: Sequence[str]) -> list[str]:
+    """Nothing without rows: older lines lack what these are made of."""
+    head = ["", f"## {title}", "", about, "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return [*head, *rows] if rows else []
 
 
 def _recoveries(good: Sequence[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from benchmarks.recovery.ettr import measures
 from benchmarks.recovery.ettr.report import report
 from benchmarks.recovery.ettr.schedule import ROLES, schedule
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.views.ettr import ettr
+from rolecall.views.ettr import Loss, ettr
 from rolecall.views.incidents import InjectedFault
 from rolecall.views.lifetimes import IncarnationRecord
 from rolecall.views.phases import PHASES
@@ -36,7 +36,7 @@ def test_one_fault_falls_into_each_part_of_the_steps(seed: int, steps: int, perc
 def commits(*at: tuple[float, int]) -> list[Event]:
     began = made_event(kind=K.EPOCH_ADVANCED, body={"members": MEMBERS}, wall_at=0.0)
     made = [
-        made_event(kind=K.STEP_COMMITTED, body={"step": step, "tokens": 100}, wall_at=t, seq=n)
+        made_event(kind=K.STEP_COMMITTED, body={"step": step, "tokens": 100, "reward": t / 100}, wall_at=t, seq=n)
         for n, (t, step) in enumerate(at, start=2)
     ]
     return [began, *made]
@@ -47,6 +47,19 @@ def test_steps_that_are_trained_again_are_counted_and_delay_the_last_one() -> No
     assert (found["num_steps"], found["seconds_to_n"]) == (3, 60.0)
     assert (found["steps_trained_again"], found["tokens_trained"], found["tokens_trained_again"]) == (1, 300, 100)
     assert found["ettr"] == 1.0
+    assert found["rewards"] == [[10.0, 0.1], [50.0, 0.5], [60.0, 0.6]], "of a step that was undone the last"
+
+
+def test_replica_seconds_are_lost_in_the_phase_in_which_a_replica_stands_still() -> None:
+    rollout = Loss(replica="rollout/1", since=10.0, until=18.0)
+    trainer = Loss(replica="trainer/0", since=40.0, until=70.0, stalled_until=65.0)
+    phases = {"detect": 1.0, "decide": 2.0, "restart": 4.0, "reconnect": 1.0, "recompute": 20.0}
+    found = measures.lost_by_phase([rollout, trainer], 10.0, phases)
+    assert found == {"detect": 1.0, "decide": 2.0, "restart": 4.0, "reconnect": 1.0, "recompute": 0.0}
+    # Both trainers until the interrupted step is committed at 65, then the lost one alone.
+    of_trainer = measures.lost_by_phase([rollout, trainer], 40.0, phases | {"restart": 20.0, "reconnect": 7.0})
+    assert of_trainer == {"detect": 2.0, "decide": 4.0, "restart": 40.0, "reconnect": 4.0 + 5.0, "recompute": 0.0}
+    assert measures.lost_by_phase([trainer], 40.0, phases | {"restart": None}) == {"detect": 2.0, "decide": 4.0}
 
 
 def test_in_a_cold_restart_every_replica_is_lost_until_it_serves() -> None:
@@ -81,13 +94,17 @@ def test_the_report_compares_with_the_same_seed_without_faults() -> None:
     free = shared | {"arm": "none", "percent": 0.0, "roles": "", "ettr": 1.0, "ettr_with_rollouts": 1.0}
     free |= {"seconds_to_n": 50.0, "tokens_generated": 900, "step_seconds": 10.0, "recoveries": [], "num_faults": 0}
     recovery = dict.fromkeys(PHASES, 1.0) | {"role": "trainer", "replica": 0, "step": 2.5, "whole": 20.0}
-    recovery |= {"away": 2.0}
+    recovery |= {"away": 2.0, "lost": dict.fromkeys(PHASES, 4.0)}
     warm = free | {"arm": "warm", "percent": 10.0, "roles": "both", "seconds_to_n": 75.0, "tokens_generated": 1000}
     warm |= {"recoveries": [recovery], "num_faults": 1, "ettr": 0.6, "step_seconds": 12.0}
+    warm["rewards"] = [[10.0, 0.1], [20.0, 0.3], [60.0, 0.5], [75.0, 0.7]]
     text = "\n".join(report([free, warm], "c"))
     (row,) = [line for line in text.splitlines() if line.startswith("| 10.0 | 10 % | both | warm")]
     assert "| 75.0 | 50.0 | 100 |" in row
     assert "| 20.0 | 2.00 |" in text, "recovery to step time"
+    assert "| 10.0 | warm | trainer | 1 | 4.0 | 4.0 | 4.0 | 4.0 | 4.0 | 20.0 |" in text, "replica-seconds"
+    rewards = "0.100; 1 | 0.200; 2 | 0.200; 2 | 0.200; 2 | 0.400; 4"
+    assert f"| 10.0 | 10 % | warm | 1 | {rewards} |" in text
     # Detect, decide and 2 s away, then 6 s until the trainers have work, and half a step that is trained again.
     assert "| 10.0 | 10 % | 1 | warm | 0.600 |" in text and "| 75.0 | 65.0 |" in text
 

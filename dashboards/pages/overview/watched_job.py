@@ -135,7 +135,7 @@ def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
         ]
 
     head = ["state", "replica", "rank", "node", "pid", "phase", "step", "step time", "own time", "last progress"]
-    head.append("told by")
+    head.append("reported by")
     rows = [row(r) for r in ordered]
     used = [n for n in range(len(head)) if any(str(cells[n]) for cells in rows)]
     return [head[n] for n in used], [[cells[n] for n in used] for cells in rows]

@@ -130,7 +130,7 @@ def one(case: Case, ranks: int, seed: int, scale: float) -> dict[str, Any]:
         seconds = START_SECONDS + 2 * case.at * step_seconds
         start(job, ranks, {**planned, "seed": seed, "scale": scale, "mark": str(mark)})
         if case.fault == "oom":
-            stack.callback(limit_memory(mark))
+            stack.callback(limit_memory(mark, seconds))
         until = time.monotonic() + seconds
         while not mark.exists():
             if time.monotonic() > until:
@@ -148,13 +148,13 @@ def one(case: Case, ranks: int, seed: int, scale: float) -> dict[str, Any]:
         return {"load": load, **judged(case, began, findings(job))}
 
 
-def limit_memory(mark: Path) -> Any:
-    """Once the rank is ready, it may take `OOM_LIMIT_BYTES` more; the returned function removes its cgroup. Raises
+def limit_memory(mark: Path, seconds: float) -> Any:
+    """Once the rank is ready, within `seconds`, it may take `OOM_LIMIT_BYTES` more; the returned function removes its cgroup. Raises
     OSError: none can be made here."""
     cgroup = MEMORY_CGROUPS / f"rolecall-beside-{time.time_ns()}"
     cgroup.mkdir()
     ready = Path(f"{mark}.pid")
-    pid = common.until("the rank is ready", START_SECONDS, lambda: ready.read_text() if ready.exists() else None)
+    pid = common.until("the rank is ready", seconds, lambda: ready.read_text() if ready.exists() else None)
     (cgroup / "memory.limit_in_bytes").write_text(str(OOM_LIMIT_BYTES))
     (cgroup / "cgroup.procs").write_text(pid)
     Path(f"{mark}.go").touch()

@@ -149,8 +149,8 @@ def one(case: Case, ranks: int, seed: int, scale: float) -> dict[str, Any]:
 
 
 def limit_memory(mark: Path, seconds: float) -> Any:
-    """Once the rank is ready, within `seconds`, it may take `OOM_LIMIT_BYTES` more; the returned function removes its cgroup. Raises
-    OSError: none can be made here."""
+    """Once the rank is ready, within `seconds`, it may take `OOM_LIMIT_BYTES` more; the returned function removes its
+    cgroup. Raises OSError: none can be made here."""
     cgroup = MEMORY_CGROUPS / f"rolecall-beside-{time.time_ns()}"
     cgroup.mkdir()
     ready = Path(f"{mark}.pid")

@@ -292,12 +292,13 @@ class SlowMeter:
     offset: float = 0.0  # its usual log ratio to the role's baseline
     offset_count: int = 0
     residual: float = 0.0  # newest log ratio to the role's baseline
-    residual_wall: float = 0.0  # wall time of `residual`; 0: none yet
+    residual_until: float = 0.0  # wall time at which `residual` is too old for its peers; 0: none yet
     smooth: float = 0.0  # mean of the last few residuals
     pending: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
     """(load, log seconds, x, previous x) of an excursion; learned if it ends without an alarm."""
     last_x: float = 0.0
     cusum: float = 0.0
+    limit: float = 0.0  # of `cusum`, at the newest observation
     rising_since: float = 0.0  # wall time when the sum last left zero
     rising_strides: int = 0
     ratio_log: float = 0.0  # mean log ratio since `rising_since`

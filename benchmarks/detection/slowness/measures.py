@@ -211,7 +211,7 @@ def strides(recording: Recording, faults: Sequence[Slowdown], config: DetectorCo
     Learning stops where the live detector stops it: for whoever is alarmed, and for all while another fault is open.
     """
     fleet, state = MonitoredProcesses(mask_proc_state=True), SlowState()
-    seen: dict[Process, float] = {}
+    seen: dict[Process, tuple[float, float]] = {}  # of the newest stride: until it is too old, wall time
     for observation in replayed(recording, config.poll_seconds):
         now = observation.wall_at
         other_fault = any(not f.is_slow and f.since <= now <= f.until for f in faults)
@@ -220,10 +220,10 @@ def strides(recording: Recording, faults: Sequence[Slowdown], config: DetectorCo
         slow.update(state, fleet, config, now)
         for subject in fleet.current():
             who, meter = (subject.replica, subject.incarnation), subject.slow
-            if subject.role not in ROLES or not meter.residual_wall or meter.residual_wall == seen.get(who):
+            until, since = seen.get(who, (0.0, now))
+            if subject.role not in ROLES or meter.residual_until == until:
                 continue
-            since = seen.get(who, now)
-            seen[who] = meter.residual_wall
+            seen[who] = meter.residual_until, now
             yield Stride(
                 run=recording.run,
                 process=who,

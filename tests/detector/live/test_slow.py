@@ -9,7 +9,8 @@ import pytest
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import Phase, ProcessSample
+from rolecall.core.telemetry import Phase, ProcessSample, SampleBatch
+from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses
@@ -169,3 +170,100 @@ def test_pauses_of_a_process_do_not_make_it_slow() -> None:
         process = fleet.processes["rollout/1"]
         process.fault = FakeFault("stopped") if second >= 60 and second % 10 in (0, 3, 6) else None
         assert not [d for o in fleet.run(1.0) for d in detector.observe(o)], f"second {second}"
+
+
+LONG_SECONDS = 40.0
+"""Of a step: compute, then the wait for the slowest rank; 10 s of loading lie between two steps."""
+
+
+class LongSteps:
+    """Four ranks that compute together for most of a minute, sampled once a second as agents do by default."""
+
+    def __init__(self, slow: int | None = None, ranks: int = 4) -> None:
+        self._slow, self._ranks, self._rng = slow, ranks, random.Random(3)
+        self._detector = LiveDetector(DetectorConfig(first_unit_seconds=1800.0), {})
+        self._busy, self._waited, self._step, self._began, self._ended = [0.0] * ranks, [0.0] * ranks, 0, 0.0, 0.0
+        self._compute = self._draw(0.0)
+        self.is_slow = False
+        self.now = 0.3
+        self.named: dict[int | None, float] = {}
+        """Rank -> when it was called slow first."""
+
+    def _draw(self, spread: float) -> list[float]:
+        common = math.exp(self._rng.gauss(0.0, spread))
+        return [LONG_SECONDS * common * math.exp(self._rng.gauss(0.0, 0.02)) for _ in range(self._ranks)]
+
+    def run(self, steps: int, spread: float = 0.1, scale: float = 1.0) -> None:
+        """`spread`: of the work from step to step, in log, the same for all ranks. `scale`: of all of it."""
+        for _ in range(steps):
+            compute = [scale * seconds for seconds in self._draw(spread)]
+            if self.is_slow and self._slow is not None:
+                compute[self._slow] *= 2.0
+            self._began, end = self._ended + 10.0, self._ended + 10.0 + max(compute)
+            while self.now < end:
+                self._observe()
+                self.now += 1.0
+            for n, seconds in enumerate(compute):
+                self._busy[n] += seconds
+                self._waited[n] += max(compute) - seconds
+            self._step, self._ended = self._step + 1, end
+
+    def _observe(self) -> None:
+        inside = self.now >= self._began
+        samples = tuple(
+            ProcessSample(
+                process=ProcessId(node=NodeId("node-1"), pid=100 + n, start_ticks=7),
+                role="trainer",
+                replica="trainer/0",
+                rank=n,
+                incarnation=0,
+                at=self.now,
+                wall_at=self.now,
+                alive=True,
+                page_ok=True,
+                beats=round(10 * self.now),
+                cpu_seconds=self.now,
+                phase=Phase.STEP if inside else Phase.WAIT,
+                phase_since=self._began if inside else self._ended,
+                phase_entries=2 * self._step + inside,
+                step=self._step,
+                progress=self._step,
+                progress_at=self._ended,
+                work_units=self._step,
+                busy_seconds=self._busy[n],
+                exchange_seconds=self._waited[n],
+                exchanges=(self._step + inside) if self._ranks > 1 else 0,
+            )
+            for n in range(self._ranks)
+        )
+        batch = SampleBatch(
+            node=NodeId("node-1"),
+            agent_pid=1,
+            cursor=0,
+            lost=0,
+            at=self.now,
+            wall_at=self.now,
+            processes=samples,
+            hosts=(),
+        )
+        for found in self._detector.observe(Observation(wall_at=self.now, batches=(batch,))):
+            if found.fault_class is FaultClass.SLOW:
+                self.named.setdefault(found.suspects[0].rank, self.now)
+
+
+def test_a_slow_rank_of_a_job_with_long_steps_is_named_after_a_few_of_them() -> None:
+    job = LongSteps(slow=0)
+    job.run(10)
+    assert not job.named
+    job.is_slow, began = True, job.now
+    job.run(8)
+    assert list(job.named) == [0] and job.named[0] - began < 7 * (10.0 + 2 * LONG_SECONDS)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_long_steps_of_different_lengths_are_not_slow(ranks: int) -> None:
+    job = LongSteps(ranks=ranks)
+    job.run(10)
+    job.run(1, scale=4.5)
+    job.run(30, spread=0.7)
+    assert not job.named

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import ProcessIndex
-from rolecall.detector.live.stages.progress.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
+from rolecall.detector.live.stages.progress.slow import RISING_SUM, SlowPeers
 
 NUM = 6
 STEPS = st.lists(
@@ -16,6 +16,7 @@ STEPS = st.lists(
         st.sampled_from(["observe", "observe", "observe", "gone", "close", "come"]),
         st.sampled_from([-1.0, 0.0, 0.25, 0.5, 2.0]),  # the same value of several is the rule
         st.sampled_from([0.0, 0.5, 4.0, 7.0]),
+        st.sampled_from([10.0, 10.0, 16.0]),
     ),
     max_size=60,
 )
@@ -26,12 +27,12 @@ def made(n: int) -> MonitoredProcess:
 
 
 @given(STEPS)
-def test_the_index_equals_a_scan_of_all_peers(steps: list[tuple[int, str, float, float]]) -> None:
+def test_the_index_equals_a_scan_of_all_peers(steps: list[tuple[int, str, float, float, float]]) -> None:
     roster, peers, now = ProcessIndex(), SlowPeers(), 100.0
     subjects = [made(n) for n in range(NUM)]
     for s in subjects:
         roster.add(s)
-    for n, what, value, passed in steps:
+    for n, what, value, passed, age in steps:
         now += passed
         s = subjects[n]
         if what == "gone":
@@ -45,15 +46,11 @@ def test_the_index_equals_a_scan_of_all_peers(steps: list[tuple[int, str, float,
             roster.add(subjects[n])
         peers.refresh(roster, now)
         if what == "observe" and not s.closed_wall and not s.gone:
-            s.slow.smooth, s.slow.residual_wall, s.slow.cusum = value, now, value
+            s.slow.smooth, s.slow.residual_until, s.slow.cusum = value, now + age, value
             peers.note(s)
             peers.note_sum(s)
         for asked in roster:
             others = [p for p in roster if p.role == asked.role and p.key != asked.key]
-            fresh = [
-                p.slow.smooth
-                for p in others
-                if p.slow.residual_wall and now - p.slow.residual_wall <= PEER_AGE_SECONDS and not p.gone
-            ]
+            fresh = [p.slow.smooth for p in others if now <= p.slow.residual_until and not p.gone]
             assert peers.median_without(asked) == (len(fresh), median(fresh) if fresh else 0.0)
             assert peers.rising_without(asked) == any(p.slow.cusum >= RISING_SUM for p in others)

@@ -25,9 +25,9 @@ loader that is twice as slow is found although it is a small part of a step (`LO
 
 import math
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 from statistics import median
 
 from rolecall.core.config.job import DetectorConfig
@@ -39,8 +39,8 @@ from rolecall.detector.live.monitored_process import WORK_PHASES, Key, Monitored
 from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
-PEER_AGE_SECONDS = 10.0
-"""Maximum age of a peer's residual in the comparison."""
+PEER_AGE_SECONDS, PEER_AGE_STRIDES = 10.0, 2
+"""Maximum age of a peer's residual in the comparison: the longer of the two, in strides of that peer."""
 RISING_SUM = 1.0
 """A peer whose CUSUM exceeds this (about two strides of a factor of 2.5) may be slow; learning is then suspended."""
 
@@ -62,16 +62,16 @@ PART_SHARE_MIN = 0.1
 
 @dataclass(slots=True)
 class _RoleResiduals:
-    residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time of measurement
+    residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time until it is too old
     ordered: list[float] = field(default_factory=list)  # the same residuals
-    by_age: deque[tuple[float, Key]] = field(default_factory=deque)  # wall time, key; may be superseded
+    ends: list[tuple[float, Key]] = field(default_factory=list)  # heap of these times; may be superseded
     rising: set[Key] = field(default_factory=set)
 
-    def put(self, key: Key, residual: float, wall: float) -> None:
+    def put(self, key: Key, residual: float, until: float) -> None:
         self.drop(key)
-        self.residuals[key] = residual, wall
+        self.residuals[key] = residual, until
         insort(self.ordered, residual)
-        self.by_age.append((wall, key))
+        heappush(self.ends, (until, key))
 
     def drop(self, key: Key) -> None:
         before = self.residuals.pop(key, None)
@@ -79,14 +79,14 @@ class _RoleResiduals:
             del self.ordered[bisect_left(self.ordered, before[0])]
 
     def expire(self, now: float) -> None:
-        while self.by_age and now - self.by_age[0][0] > PEER_AGE_SECONDS:
-            wall, key = self.by_age.popleft()
-            if key in self.residuals and self.residuals[key][1] == wall:
+        while self.ends and self.ends[0][0] < now:
+            until, key = heappop(self.ends)
+            if key in self.residuals and self.residuals[key][1] == until:
                 self.drop(key)
 
 
 class SlowPeers:
-    """Per role: the residuals no older than `PEER_AGE_SECONDS`, and the processes that may be slow."""
+    """Per role: the residuals that are not too old, and the processes that may be slow."""
 
     def __init__(self, part: WorkPart = WORK) -> None:
         self._part = part
@@ -99,8 +99,8 @@ class SlowPeers:
             self._made_of = roster.changes
             self._roles = {}
             meter = self._part.meter
-            for s in sorted(roster, key=lambda s: meter(s).residual_wall):
-                if meter(s).residual_wall and not s.gone:
+            for s in roster:
+                if meter(s).residual_until and not s.gone:
                     self.note(s)
                 self.note_sum(s)
         for role in self._roles.values():
@@ -109,7 +109,7 @@ class SlowPeers:
     def note(self, s: MonitoredProcess) -> None:
         """Records a new residual of `s`."""
         meter = self._part.meter(s)
-        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, meter.smooth, meter.residual_wall)
+        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, meter.smooth, meter.residual_until)
 
     def note_sum(self, subject: MonitoredProcess) -> None:
         """Records a new CUSUM value of `subject`."""
@@ -216,6 +216,7 @@ class WorkObservation:
     load: float
     censored: bool
     starved_share: float  # of its busy time
+    stride_seconds: float  # of wall time
 
 
 def measure(
@@ -232,7 +233,7 @@ def measure(
     if sample.work_units == start.work_units:
         return _censored(subject, sample, meter, stride_seconds, gap_p99) if part is WORK else None
     seconds = sample.at - start.at
-    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
+    if seconds < stride_seconds or subject.stall.wall > max(SAMPLE_FRESH_SECONDS, SAMPLE_FRESH_SHARE * seconds):
         return None
     if 0.0 < start.throttled_seconds == sample.throttled_seconds and seconds < THROTTLED_READ_SECONDS:
         # A quota has throttled this process before, and the newest throttled time is not read yet: if the stride ended
@@ -249,8 +250,9 @@ def measure(
     return _closed(start, sample, part) if enough else None
 
 
-SAMPLE_FRESH_SECONDS = 0.25
-"""A stride ends at a sample taken just after a unit ended, so that busy seconds and run delay cover the same time."""
+SAMPLE_FRESH_SECONDS, SAMPLE_FRESH_SHARE = 0.25, 0.05
+"""A stride ends at a sample taken just after a unit ended, so that busy seconds and run delay cover the same time. Of a
+long stride a share of it is little, and agents sample some jobs once a second."""
 
 THROTTLED_READ_SECONDS = 2.5
 """Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""
@@ -271,17 +273,19 @@ def _closed(start: ProcessSample, sample: ProcessSample, part: WorkPart) -> Work
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens
     load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
-    return WorkObservation((busy - starved) / units, load, False, starved / busy)
+    return WorkObservation((busy - starved) / units, load, False, starved / busy, sample.at - start.at)
 
 
 def _censored(
     subject: MonitoredProcess, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
 ) -> WorkObservation | None:
-    """An unfinished unit that exceeds its expected time counts with its elapsed time."""
+    """An unfinished unit that exceeds its expected time counts with its elapsed time: once a stride or, if longer, once
+    each expected time, because one long unit among many is no evidence of slowness."""
     if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
         return None
     if sample.exchanges:
         return None  # the unit may wait for another rank
+    stride_seconds = max(stride_seconds, meter.expected_seconds_per_unit)
     if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
         return None
     meter.censored_at = sample.at
@@ -290,7 +294,7 @@ def _censored(
     if seconds <= meter.expected_seconds_per_unit:
         return None
     starved_share = 1 - subject.stall.effective / subject.stall.wall if subject.stall.wall else 0.0
-    return WorkObservation(seconds, meter.load, True, starved_share)
+    return WorkObservation(seconds, meter.load, True, starved_share, stride_seconds)
 
 
 def load_bin(load: float) -> int:
@@ -375,8 +379,8 @@ def _observe(
     meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
     meter.seconds_per_unit = work.seconds_per_unit
     meter.residual = log_seconds - habit
-    meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_wall else 1.0)
-    meter.residual_wall = now
+    meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_until else 1.0)
+    meter.residual_until = now + max(PEER_AGE_SECONDS, PEER_AGE_STRIDES * work.stride_seconds)
     state.peers.note(subject)
     meter.peers, reference = state.peers.median_without(subject)
     if not meter.peers:
@@ -385,7 +389,11 @@ def _observe(
         reference = _fleet_shift(fleet, subject, now, state.part)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
     terms = sensitivity(config, meter.peers)
-    drift, limit = terms.drift, _threshold(state, role, config, terms)
+    # A day has fewer strides of long units, so that a lower threshold gives the same false alarms.
+    strides = SECONDS_PER_DAY / max(work.stride_seconds, config.slow_stride_seconds)
+    sigma_ = sigma(state, role, terms.sigma_min)
+    drift = terms.drift
+    meter.limit = limit = threshold(sigma_, drift, strides / config.slow_false_alarms_per_day)
     x = max(-terms.clip, min(terms.clip, log_ratio))
     if meter.cusum <= 0:
         meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
@@ -434,7 +442,7 @@ def _learn_from(
 def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float, part: WorkPart) -> float:
     """Median deviation of all other processes from their baselines: the whole host may have become slower."""
     meters = (part.meter(s) for s in fleet.current() if s.key != subject.key)
-    others = [m.smooth - m.offset for m in meters if m.residual_wall and now - m.residual_wall <= PEER_AGE_SECONDS]
+    others = [m.smooth - m.offset for m in meters if now <= m.residual_until]
     return median(others) if others else 0.0
 
 
@@ -458,11 +466,6 @@ def sensitivity(config: DetectorConfig, num_peers: int) -> Sensitivity:
         return Sensitivity(drift=math.log(config.slow_ratio) / 2, clip=SUM_CLIP, sigma_min=SIGMA_MIN)
     ratio = max(config.slow_ratio, ALONE_RATIO_MIN)
     return Sensitivity(drift=math.log(ratio), clip=RATIO_CLIP, sigma_min=ALONE_SIGMA_MIN)
-
-
-def _threshold(state: SlowState, role: str, config: DetectorConfig, terms: Sensitivity) -> float:
-    strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
-    return threshold(sigma(state, role, terms.sigma_min), terms.drift, strides)
 
 
 class SlowStage(Stage):
@@ -522,7 +525,6 @@ def _finding(
     part = state.part
     meter = part.meter(subject)
     ratio = math.exp(meter.ratio_log)
-    limit = _threshold(state, subject.role, config, sensitivity(config, meter.peers))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers
@@ -540,14 +542,14 @@ def _finding(
         f"({meter.rising_strides} strides) {it} has "
         f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU; "
         f"its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
-        f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {limit:.1f}, the threshold for "
-        f"{config.slow_false_alarms_per_day:g} false alarms per day)"
+        f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {meter.limit:.1f}, the threshold "
+        f"for {config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {
         "seconds_per_unit": meter.seconds_per_unit,
         "expected_seconds_per_unit": meter.expected_seconds_per_unit,
         "cusum": meter.cusum,
-        "threshold": limit,
+        "threshold": meter.limit,
         "strides": float(meter.rising_strides),
         "peers": float(meter.peers),
     }

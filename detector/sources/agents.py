@@ -194,6 +194,7 @@ class _Agent:
     num_processes: int = 0  # in its newest samples
     batches: list[SampleBatch] = field(default_factory=list)
     failing_since: float = 0.0  # wall seconds; 0: it responds
+    clock_then: float = 0.0  # the wall clock less the monotonic one at that time
     reason: str = ""
     excused_since: float | None = None  # loop time; no response so far, possibly because this loop is late
 
@@ -262,13 +263,15 @@ class AgentsSource:
             batches: list[SampleBatch] = []
             self._num_held = 0
             unreachable = []
+            now, monotonic = self._clock.wall(), self._clock.monotonic()
             for node in sorted(self._agents):
                 agent = self._agents[node]
                 batches += agent.batches
                 agent.batches = []
                 if agent.failing_since:
-                    unreachable.append((node, agent.failing_since, agent.reason))
-        now, silent = self._clock.wall(), tuple(unreachable)
+                    clock_set = round(now - monotonic - agent.clock_then, 1)  # since then; the moment itself stays
+                    unreachable.append((node, agent.failing_since + clock_set, agent.reason))
+        silent = tuple(unreachable)
         return Observation(wall_at=now, batches=tuple(batches), events=events, unreachable=silent, left=left)
 
     def close(self) -> None:
@@ -420,7 +423,9 @@ class AgentsSource:
 
     def _failed(self, agent: _Agent, reason: str) -> None:
         with self._changed:
-            agent.failing_since = agent.failing_since or self._clock.wall()
+            if not agent.failing_since:
+                agent.failing_since = self._clock.wall()
+                agent.clock_then = agent.failing_since - self._clock.monotonic()
             agent.reason = reason
 
 

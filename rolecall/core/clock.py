@@ -44,3 +44,7 @@ class FakeClock:
         self._now += max(0.0, seconds)
 
     advance = sleep
+
+    def set_wall(self, seconds: float) -> None:
+        """Sets the wall clock forward, or back."""
+        self._wall_offset += seconds

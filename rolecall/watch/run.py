@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from rolecall.agent.data_dir import data_dirs_of_jobs
 from rolecall.agent.http.web_config import WebConfig
@@ -83,6 +83,8 @@ PROFILES_FOLDER = "profiles"
 """In the folder of the runs: a file for each job."""
 PROFILE_SECONDS = 600.0
 LEARNED_FILE = "detector.json"
+CLOCK_SET_SECONDS_MIN = 1.0
+"""A wall clock that moves more than this against the monotonic one was set, or the machine slept."""
 
 
 def agent_urls(run: RunDir) -> dict[str, str]:
@@ -112,7 +114,10 @@ class _AgentList:
 
 class _PersistentDetector:
     """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
-    what is usual among the machines of this job (by the digest of its configuration) beside the runs."""
+    what is usual among the machines of this job (by the digest of its configuration) beside the runs.
+
+    Their time goes on where this machine's wall clock is set: they see it as it was at the start. Diagnoses have the
+    time of the clock as it is."""
 
     def __init__(
         self,
@@ -128,6 +133,8 @@ class _PersistentDetector:
         """
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
+        self._clock_began = clock.wall() - clock.monotonic()
+        self._clock_set = 0.0  # how far, since the start
         self._parts: Iterator[str | None] | None = None
         self._pulled, self._probe = pulled, probe
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
@@ -154,6 +161,12 @@ class _PersistentDetector:
         self.forget, self.window, self.loads = passed_on.forget, passed_on.window, passed_on.loads
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
+        moved = self._clock.wall() - self._clock.monotonic() - self._clock_began
+        if abs(moved - self._clock_set) > CLOCK_SET_SECONDS_MIN:
+            logger.warning("the clock of this machine was set by %+.1f s", moved - self._clock_set)
+            self._clock_set = moved
+        silent = tuple((node, since - self._clock_set, reason) for node, since, reason in observation.unreachable)
+        observation = replace(observation, wall_at=observation.wall_at - self._clock_set, unreachable=silent)
         of_panels: tuple[Finding, ...] = ()
         try:
             of_panels = self._panels.findings(observation)
@@ -162,12 +175,11 @@ class _PersistentDetector:
             # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
             logger.exception("panel detector failed, restarting it")
             self._panels = RunPanels(Sequential(profile=self._profile))
-        standing = self._detector.observe(
-            replace(observation, panel_findings=of_panels, pulled_findings=self._pulled())
-        )
-        self._probe(self._detector.suspicions)
+        of_evidence = tuple(_moved(f, -self._clock_set) for f in self._pulled())
+        standing = self._detector.observe(replace(observation, panel_findings=of_panels, pulled_findings=of_evidence))
+        self._probe([_moved(d, self._clock_set) for d in self._detector.suspicions])
         self._keep(standing)
-        return standing
+        return [_moved(d, self._clock_set) for d in standing]
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
         """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds.
@@ -201,6 +213,13 @@ class _PersistentDetector:
             logger.warning(
                 "%s cannot be written (%s): the next watch starts without it", self._profile_path, e.strerror
             )
+
+
+Told = TypeVar("Told", Diagnosis, Finding)
+
+
+def _moved(told: Told, seconds: float) -> Told:
+    return replace(told, onset=told.onset + seconds, detected_at=told.detected_at + seconds) if seconds else told
 
 
 @dataclass(frozen=True, slots=True)

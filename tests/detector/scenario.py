@@ -19,6 +19,10 @@ add = {collectives_entered = 1}              # counters, once
 t = 21.0
 event = {kind = "exited", replica = "trainer/0", detail = {signal = "9"}}   # or forget, start, pause, unreachable
 
+[[at]]
+t = 22.0
+set_clock = -3600.0                  # seconds, of one node (node = "node-trainer-0"), or of every node and the watch
+
 [[expect]]                           # all diagnoses, in the order in which they are first reported; none but these
 between = [22.5, 25.0]
 fault_class = "hang"
@@ -79,6 +83,7 @@ class Process:
     phase_entries: int = 1
     progress_at: float = 0.0
     alive: bool = True
+    wall_offset: float = WALL_OFFSET
 
     def advance(self, seconds: float, now: float) -> None:
         before = int(self.counters.get("progress", 0.0))
@@ -113,7 +118,7 @@ class Process:
             rank=self.rank,
             incarnation=self.incarnation,
             at=now,
-            wall_at=now + WALL_OFFSET,
+            wall_at=now + self.wall_offset,
             alive=self.fields["alive"],
             page_ok=True,
             epoch=self.fields["epoch"],
@@ -155,6 +160,7 @@ class Scenario:
         self.observations: list[Observation] = []
         self.reported: dict[str, tuple[float, Diagnosis, float | None]] = {}
         self.paused_until = 0.0
+        self.wall_offset = WALL_OFFSET  # of the watch
         self.seq = 0
         for replica, given in self.spec["process"].items():
             self.start(replica, given, 0.0)
@@ -172,6 +178,7 @@ class Scenario:
             incarnation,
             {**RATES},
             {**FIELDS, **UNKNOWN},
+            wall_offset=self.wall_offset,
         )
         p.progress_at = now
         p.change(now, values)
@@ -188,7 +195,7 @@ class Scenario:
                 kind=AgentEventKind(given["kind"]),
                 node=NodeId(p.node),
                 at=now,
-                wall_at=now + WALL_OFFSET,
+                wall_at=now + p.wall_offset,
                 process=p.process(),
                 role=split_replica(name)[0],
                 replica=name,
@@ -215,7 +222,11 @@ class Scenario:
         elif "pause" in change:
             self.paused_until = now + change["pause"]
         elif "unreachable" in change:
-            self.unreachable[change["unreachable"]] = (now + WALL_OFFSET, change["reason"])
+            self.unreachable[change["unreachable"]] = (now, change["reason"])
+        elif "set_clock" in change:
+            for p in self.processes.values():
+                p.wall_offset += change["set_clock"] if change.get("node") in (None, p.node) else 0.0
+            self.wall_offset += 0.0 if "node" in change else change["set_clock"]
         elif "reachable" in change:
             self.unreachable.pop(change["reachable"])
         else:
@@ -235,7 +246,7 @@ class Scenario:
             self.observe(now)
 
     def observe(self, now: float) -> None:
-        wall = now + WALL_OFFSET
+        wall = now + self.wall_offset
         batches: dict[str, list[ProcessSample]] = {}
         for p in self.processes.values():
             if p.alive and p.node not in self.unreachable:
@@ -249,14 +260,14 @@ class Scenario:
                     cursor=1,
                     lost=0,
                     at=now,
-                    wall_at=wall,
+                    wall_at=samples[0].wall_at,
                     processes=tuple(samples),
                     hosts=(),
                 )
                 for node, samples in batches.items()
             ),
             events=tuple(self.events),
-            unreachable=tuple((n, since, why) for n, (since, why) in self.unreachable.items()),
+            unreachable=tuple((n, since + self.wall_offset, why) for n, (since, why) in self.unreachable.items()),
         )
         self.events = []
         self.observations.append(observation)

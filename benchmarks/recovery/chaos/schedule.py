@@ -25,7 +25,10 @@ SHARED_NETWORK = (
     "the nodes of the bundled cluster share one network, so that none can be cut off; measured between network "
     "namespaces instead (tests/rl_runtime/cluster/test_partition.py, tests/detector/live/test_partition.py)"
 )
-SHARED_CLOCK = "the nodes share the host's clock, and a jump of it would hit processes outside of the run"
+SHARED_CLOCK = (
+    "the nodes share the host's clock, and a jump of it would hit processes outside of the run; detection is tested on "
+    "scenarios instead (tests/watch/test_clock_set.py)"
+)
 SAME_NODE = "counted under the controller, whose node it shares at the start"
 MATRIX: Mapping[str, Mapping[str, str]] = {
     "kill": {role: f"{role}-kill:kill" for role in ROLES},

@@ -24,11 +24,21 @@ from tests.detector.fake_agent import NODE, FakeAgent, sample
 from tests.support import PATIENCE_SECONDS
 
 
+class SettableClock(SystemClock):
+    set_by = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.set_by
+
+
 @contextmanager
 def watched(
-    agents: Callable[[], dict[str, str]], poll_seconds: float = 0.05, limits: AgentClientLimits | None = None
+    agents: Callable[[], dict[str, str]],
+    poll_seconds: float = 0.05,
+    limits: AgentClientLimits | None = None,
+    clock: SystemClock | None = None,
 ) -> Iterator[AgentsSource]:
-    source = AgentsSource(agents, SystemClock(), poll_seconds, limits)
+    source = AgentsSource(agents, clock or SystemClock(), poll_seconds, limits)
     source.start()
     try:
         yield source
@@ -122,12 +132,15 @@ def test_a_dead_agent_is_reported_with_the_reason_and_since_when(stack: ExitStac
     gone.close()
     alive = agent(stack)
     alive.samples = []
-    source = stack.enter_context(watched(lambda: {"node-0": gone.url, NODE: alive.url}))
+    clock = SettableClock()
+    source = stack.enter_context(watched(lambda: {"node-0": gone.url, NODE: alive.url}, clock=clock))
     o = polled_until(source, lambda o: o.unreachable)
     ((node, since, reason),) = o.unreachable
     assert node == "node-0" and reason == "connection refused" and abs(since - o.wall_at) < 10.0
     later = polled_until(source, lambda o: o.batches and o.unreachable)
     assert later.unreachable[0][1] == since, "the moment stays"
+    clock.set_by = -3600.0
+    assert source.poll(0.05).unreachable[0][1] == pytest.approx(since - 3600.0, abs=0.2), "on the clock as it is"
 
 
 GARBAGE: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,0 +1,68 @@
+"""The wall clock of the watch's machine is set while it watches: the detectors find what they find otherwise, and when."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.rundir import RunDir
+from rolecall.detector.base.observation import Observation
+from rolecall.session.demo import demo_job
+from rolecall.watch.run import _PersistentDetector
+from tests.detector.scenario import SAMPLE_SECONDS, WALL_OFFSET, Scenario
+
+SCENARIOS = Path(__file__).parents[1] / "scenarios"
+HOUR = 3600.0
+
+
+class Watched:
+    """The watch's detectors, on a clock that follows the scenario's."""
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.clock = FakeClock(0.0, WALL_OFFSET)
+        job = demo_job(seed=1, num_steps=1, injection_allowed=False, settings=["detector.mask_proc_state=true"])
+        self.detector = _PersistentDetector(RunDir(folder), job, self.clock, scenario.spec.get("roles", {}))
+        self.forget = self.detector.forget
+
+    def observe(self, observation: Observation) -> list[Diagnosis]:
+        self.clock.advance(SAMPLE_SECONDS)
+        self.clock.set_wall(observation.wall_at - self.clock.wall())
+        return list(self.detector.observe(observation))
+
+
+def reports(
+    name: str, folder: Path, *changes: dict[str, float]
+) -> list[tuple[float, str, list[str], float, float | None]]:
+    """(reported, class, suspects, onset, stood until) of each diagnosis, seconds of the scenario."""
+    folder.mkdir()
+    scenario = Scenario(SCENARIOS / f"{name}.toml")
+    scenario.spec["at"] += changes
+    scenario.detector = Watched(scenario, folder)  # type: ignore[assignment]
+    scenario.run()
+    return [
+        (at, d.fault_class, [s.replica or s.node for s in d.suspects], d.onset - WALL_OFFSET, until)
+        for at, d, until in scenario.reported.values()
+    ]
+
+
+@pytest.mark.parametrize("seconds", [-HOUR, HOUR], ids=["back", "forward"])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("detect_wrong_numbers_twice", 10.0),
+        ("detect_survivor_waits", 24.5),
+        ("detect_partition_in_reduce", 19.0),
+        ("detect_partition_in_reduce", 21.0),
+        ("detect_two_kinds_of_user_code", 21.2),
+        ("detect_step_tie", 4.0),
+        ("detect_start_stopped", 25.0),
+    ],
+)
+def test_the_same_faults_are_found_at_the_same_time(name: str, at: float, seconds: float, tmp_path: Path) -> None:
+    expected = reports(name, tmp_path / "as ever")
+    found = reports(name, tmp_path / "set", {"t": at, "set_clock": seconds})
+    assert expected and [(f[1], f[2]) for f in found] == [(e[1], e[2]) for e in expected]
+    for (reported, *_, onset, until), (usually, *_, began, over) in zip(found, expected, strict=True):
+        assert reported == pytest.approx(usually, abs=0.3) and (until is None) == (over is None)
+        assert onset == pytest.approx(began + (seconds if reported > at else 0.0), abs=1.5), "on the clock as it is"

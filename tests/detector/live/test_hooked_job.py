@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
@@ -218,23 +218,37 @@ def test_a_pause_that_was_seen_before_is_not_suspected(job: Job) -> None:
     assert job.run(6.0) == [] and job.detector.suspicions == ()
 
 
+def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> None:
+    """A job whose steps take minutes may hang before it has made enough of them for a suspicion."""
+    job = Job()
+    job.run(4.0)
+    job.stand({3: {"phase": "wait"}, **{n: {"phase": "step"} for n in range(3)}})
+    (tie,) = job.run(150.0)
+    assert tie.fault_class is FaultClass.CANNOT_TELL and "rank 3 of trainer/0 has not begun it" in tie.because
+    (late,) = [s for s in tie.suspects if s.rank == 3]
+    job.pulled = (_stack(job, late),)
+    (found,) = job.run(SECONDS)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [3]
+
+
+def _stack(job: Job, *suspects: Suspect) -> Finding:
+    return Finding(
+        detector="stacks",
+        suspects=suspects,
+        fault_class=FaultClass.HANG,
+        onset=WALL + job.now - 6.0,
+        detected_at=WALL + job.now,
+        confidence=0.9,
+        because="stacks",
+    )
+
+
 @pytest.mark.parametrize(("beats", "kind"), [(False, "process stopped, no heartbeat"), (True, "heartbeat continues")])
 def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Job, beats: bool, kind: str) -> None:
     job.stand({n: {"phase": "wait"} for n in range(4)})
     job.ranks[3].beats, job.ranks[3].starved = beats, True  # so that its heartbeats alone do not name it
     assert job.run(6.0) == []
-    suspects = job.detector.suspicions[0].suspects[3:]
-    job.pulled = (
-        Finding(
-            detector="stacks",
-            suspects=suspects,
-            fault_class=FaultClass.HANG,
-            onset=WALL + job.now - 6.0,
-            detected_at=WALL + job.now,
-            confidence=0.9,
-            because="stacks",
-        ),
-    )
+    job.pulled = (_stack(job, *job.detector.suspicions[0].suspects[3:]),)
     (found,) = job.run(SECONDS)
     assert [s.rank for s in found.suspects] == [3] and found.because.startswith(f"stacks; {kind}")
 

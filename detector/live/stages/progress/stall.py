@@ -135,7 +135,7 @@ def _waiting_for_unknown(
     makes = "makes" if len(members) == 1 else "make"
     return finding(
         "stall",
-        members,
+        [*members, *awaited],  # stacks may show that one of these holds the others up
         FaultClass.CANNOT_TELL,
         onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
         now=now,

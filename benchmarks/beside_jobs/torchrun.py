@@ -86,7 +86,7 @@ FAULTS = {
 SHAPES = (*("evaluation", "checkpoint", "lengths", "warm-up", "accumulation", "two optimizers", "epochs", "compile"),)
 LONG_SHAPES = ("generation",)
 """Asked for by name only."""
-WAIT_STEPS = 8
+WAIT_STEPS = 16
 """A fault counts as not found after this many steps, if that is longer than its wait."""
 
 

@@ -50,7 +50,7 @@ CALLS_SECONDS = 10.0
 """Calls into the reporter are counted over so long."""
 CALLS_PER_PHASE = 2
 """Entering a phase and leaving it."""
-COST_MAX = 0.03
+COST_MAX = 0.01
 """The bar: watching may lengthen a step by this share."""
 
 

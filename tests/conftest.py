@@ -71,12 +71,12 @@ def _folder_in_memory() -> Iterator[Path | None]:
 
 
 @pytest.fixture
-def tmp_path(request: pytest.FixtureRequest, tmp_path: Path, _folder_in_memory: Path | None) -> Iterator[Path]:
+def tmp_path(request: pytest.FixtureRequest, _folder_in_memory: Path | None) -> Iterator[Path]:
     """In memory where there is room: a journal waits for the disk at every commit, and simulations commit a hundred
     thousand times. On a disk that others use, too, that is two thirds of their time. End-to-end tests stay on the disk,
     as runs do."""
     if _folder_in_memory is None or request.node.get_closest_marker("e2e") is not None:
-        yield tmp_path
+        yield request.getfixturevalue("tmp_path")  # pytest's own, which this one takes the place of
         return
     path = Path(tempfile.mkdtemp(dir=_folder_in_memory))
     yield path

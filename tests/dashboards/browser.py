@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Request, Response, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, sync_playwright
 
 from tests.support import eventually
 
@@ -102,7 +102,8 @@ def browser() -> Iterator[Browser]:
 
 
 @contextmanager
-def visit(of: Browser, origin: str, *, size: str = "desktop", dark: bool = False) -> Iterator[Visit]:
+def profile(of: Browser, *, size: str = "desktop", dark: bool = False) -> Iterator[BrowserContext]:
+    """A browser's window size, color scheme, cookies and cache."""
     width, height = WIDTHS[size]
     context = of.new_context(
         viewport={"width": width, "height": height},
@@ -113,9 +114,25 @@ def visit(of: Browser, origin: str, *, size: str = "desktop", dark: bool = False
     )
     context.set_default_timeout(WAIT_MILLISECONDS)
     try:
-        yield Visit(page=context.new_page(), origin=origin)
+        yield context
     finally:
         context.close()
+
+
+@contextmanager
+def tab(of: BrowserContext, origin: str) -> Iterator[Visit]:
+    page = of.new_page()
+    try:
+        yield Visit(page=page, origin=origin)
+    finally:
+        page.close()
+
+
+@contextmanager
+def visit(of: Browser, origin: str, *, size: str = "desktop", dark: bool = False) -> Iterator[Visit]:
+    """In a profile of its own."""
+    with profile(of, size=size, dark=dark) as context, tab(context, origin) as found:
+        yield found
 
 
 @contextmanager

@@ -5,12 +5,12 @@ operator, and one browser looks at both.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
-from playwright.sync_api import Browser, Locator, TimeoutError
+from playwright.sync_api import Browser, BrowserContext, Locator, TimeoutError
 
 from rolecall.core.diagnosis import Evidence, Finding, Plan
 from rolecall.core.faults import FaultClass
@@ -19,7 +19,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.reports.incident_export import EVIDENCE_DIR
 from tests.dashboards.acting_world import World, world
-from tests.dashboards.browser import Visit, browser, served, visit
+from tests.dashboards.browser import Visit, browser, profile, served, tab, visit
 from tests.dashboards.made_runs import MadeRun
 from tests.dashboards.pages.test_overview import observed_job
 from tests.fake_run import FakeRun
@@ -38,6 +38,7 @@ PAGES = {
     "operations": ("/operations", "Command history"),
 }
 """Page: its address, and what stands on it when it is whole."""
+Looks = dict[str, BrowserContext]
 LOOKS = {"light": ("desktop", False), "dark": ("desktop", True), "phone": ("phone", True)}
 WIDER = """() => ['html', 'body', '[data-testid="stMain"]', '[data-testid="stMainBlockContainer"]']
     .map(name => document.querySelector(name)).filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML.slice(0, 80))"""
@@ -73,6 +74,16 @@ class Asked:
 def chromium() -> Iterator[Browser]:
     with browser() as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def looks(chromium: Browser) -> Iterator[Looks]:
+    """All tests of a look share its cache: the scripts of a page are loaded and compiled once."""
+    with ExitStack() as profiles:
+        yield {
+            name: profiles.enter_context(profile(chromium, size=size, dark=dark))
+            for name, (size, dark) in LOOKS.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -124,10 +135,9 @@ def _collected() -> dict[str, object]:
 
 
 @contextmanager
-def at(of: Browser, address: str, path: str, whole: str, look: str = "light") -> Iterator[Visit]:
+def at(looks: Looks, address: str, path: str, whole: str, look: str = "light") -> Iterator[Visit]:
     """The page, once it is whole; at the end it must have been without fault."""
-    size, dark = LOOKS[look]
-    with visit(of, address, size=size, dark=dark) as shot:
+    with tab(looks[look], address) as shot:
         shot.open(path)
         shot.page.get_by_text(whole).first.wait_for()
         yield shot
@@ -139,21 +149,21 @@ def at(of: Browser, address: str, path: str, whole: str, look: str = "light") ->
     # Dark on a desktop is what a phone has in dark, and what a desktop has in light: one page every time.
     some(list(product(PAGES, LOOKS)), [("overview", "dark"), *product(PAGES, ("light", "phone"))]),
 )
-def test_a_page_is_without_fault(chromium: Browser, finished: tuple[RunDir, str], name: str, look: str) -> None:
+def test_a_page_is_without_fault(looks: Looks, finished: tuple[RunDir, str], name: str, look: str) -> None:
     path, whole = PAGES[name]
-    with at(chromium, finished[1], path, whole, look) as shot:
+    with at(looks, finished[1], path, whole, look) as shot:
         assert (shot.page.evaluate(BRIGHTNESS) < 0.3) is (look != "light")
         assert shot.page.evaluate(WIDER) == [], "it is wider than the screen"
 
 
 def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
-    chromium: Browser, finished: tuple[RunDir, str]
+    looks: Looks, finished: tuple[RunDir, str]
 ) -> None:
     run, address = finished
     journal = Journal(run.database_url, create=False)
     (opened,) = [e for e in journal.events(kinds=[K.INCIDENT_OPENED]) if e.incident_id == HUNG]
     journal.close()
-    with at(chromium, address, *PAGES["incident"]) as shot:
+    with at(looks, address, *PAGES["incident"]) as shot:
         assert opened.payload.to_body()["diagnosis"]["because"] in shot.text()
         shot.page.get_by_role("button", name="All incidents").click()
         shot.page.get_by_text("3 incidents").wait_for()
@@ -173,10 +183,8 @@ def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
         ("/operations", "Command history"),
     ],
 )
-def test_hostile_text_makes_no_element_no_link_and_no_script(
-    chromium: Browser, asked: Asked, path: str, whole: str
-) -> None:
-    with at(chromium, asked.address, path, whole) as shot:
+def test_hostile_text_makes_no_element_no_link_and_no_script(looks: Looks, asked: Asked, path: str, whole: str) -> None:
+    with at(looks, asked.address, path, whole) as shot:
         if "inc-hostile" in path:
             shot.page.get_by_role("tab", name="Evidence").click()
             _choose(shot, "Evidence files", "stacks.txt")
@@ -213,8 +221,8 @@ def _approve(shot: Visit) -> Locator:
     return shot.page.get_by_role("button", name="Approve", exact=True)
 
 
-def test_an_operator_signs_in_and_approves_by_one_click(chromium: Browser, asked: Asked) -> None:
-    with at(chromium, asked.address, "/operations", "Command history", "phone") as shot:
+def test_an_operator_signs_in_and_approves_by_one_click(looks: Looks, asked: Asked) -> None:
+    with at(looks, asked.address, "/operations", "Command history", "phone") as shot:
         assert _approve(shot).is_disabled()
         assert asked.made.events(K.PLAN_APPROVED) == []
         shot.page.get_by_test_id("stExpandSidebarButton").click()
@@ -236,17 +244,17 @@ def test_an_operator_signs_in_and_approves_by_one_click(chromium: Browser, asked
 
 
 def test_the_tab_of_the_browser_names_run_state_and_open_incidents(
-    chromium: Browser, finished: tuple[RunDir, str], asked: Asked
+    looks: Looks, finished: tuple[RunDir, str], asked: Asked
 ) -> None:
-    with at(chromium, finished[1], "/", "Lost time") as shot:
+    with at(looks, finished[1], "/", "Lost time") as shot:
         shot.page.wait_for_function("() => document.title.includes('run completed')")
         assert finished[0].run_id in shot.page.title() and "no open incidents" in shot.page.title()
-    with at(chromium, asked.address, "/", "Replicas") as shot:
+    with at(looks, asked.address, "/", "Replicas") as shot:
         shot.page.wait_for_function("() => /[1-9] open$/.test(document.title)")
 
 
-def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finished: tuple[RunDir, str]) -> None:
-    with at(chromium, finished[1], *PAGES["incident"]) as shot:
+def test_an_incident_has_tabs_and_is_copied_as_markdown(looks: Looks, finished: tuple[RunDir, str]) -> None:
+    with at(looks, finished[1], *PAGES["incident"]) as shot:
         for label, text in (
             ("Decision", "Actions and verification"),
             ("Cost", "Replica-seconds"),
@@ -261,8 +269,8 @@ def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finis
         shot.page.get_by_text("## trainer/1 hung in step 54").wait_for()
 
 
-def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[RunDir, str]) -> None:
-    with at(chromium, finished[1], *PAGES["incidents"]) as shot:
+def test_keys_go_from_incident_to_incident(looks: Looks, finished: tuple[RunDir, str]) -> None:
+    with at(looks, finished[1], *PAGES["incidents"]) as shot:
         previous = shot.page.get_by_role("button", name="Previous row")
         pressed_until(shot, "j", previous.is_enabled, "another row is marked")
         pressed_until(shot, "k", previous.is_disabled, "the first row is marked")
@@ -273,6 +281,9 @@ def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[Ru
         shot.page.wait_for_url("**/incidents?incident=i-2")
 
 
+AGAIN_SECONDS = 1.0
+
+
 def pressed_until(shot: Visit, key: str, done: Callable[[], bool], what: str) -> None:
     """A key that is pressed while the page is drawn anew may be lost, and is pressed again."""
 
@@ -280,22 +291,25 @@ def pressed_until(shot: Visit, key: str, done: Callable[[], bool], what: str) ->
         if done():
             return True
         shot.page.keyboard.press(key)
-        shot.page.wait_for_timeout(1000)
-        return done()
+        try:
+            eventually(done, what, seconds=AGAIN_SECONDS)
+        except AssertionError:
+            return False
+        return True
 
     eventually(pressed, what)
 
 
-def test_filters_are_behind_one_button_on_a_phone(chromium: Browser, finished: tuple[RunDir, str]) -> None:
-    with at(chromium, finished[1], *PAGES["incidents"], "phone") as shot:
+def test_filters_are_behind_one_button_on_a_phone(looks: Looks, finished: tuple[RunDir, str]) -> None:
+    with at(looks, finished[1], *PAGES["incidents"], "phone") as shot:
         filters = shot.page.locator(".st-key-incidents-filters")
         assert filters.count() == 1 and not filters.is_visible()
         shot.page.locator(".st-key-incidents-show label").click()
         filters.wait_for(state="visible")
 
 
-def test_on_a_phone_a_link_of_the_menu_closes_it(chromium: Browser, finished: tuple[RunDir, str]) -> None:
-    with at(chromium, finished[1], *PAGES["fleet"], "phone") as shot:
+def test_on_a_phone_a_link_of_the_menu_closes_it(looks: Looks, finished: tuple[RunDir, str]) -> None:
+    with at(looks, finished[1], *PAGES["fleet"], "phone") as shot:
         open_menu = shot.page.get_by_test_id("stExpandSidebarButton")
         open_menu.click()
         shot.page.get_by_role("link", name="Operations").click()
@@ -304,16 +318,16 @@ def test_on_a_phone_a_link_of_the_menu_closes_it(chromium: Browser, finished: tu
 
 
 @pytest.mark.parametrize("look", ["light", "dark"])
-def test_captions_are_read_easily(chromium: Browser, finished: tuple[RunDir, str], look: str) -> None:
-    with at(chromium, finished[1], *PAGES["fleet"], look) as shot:
+def test_captions_are_read_easily(looks: Looks, finished: tuple[RunDir, str], look: str) -> None:
+    with at(looks, finished[1], *PAGES["fleet"], look) as shot:
         for part in ("", " code"):
             found = shot.page.locator(f'[data-testid="stCaptionContainer"]{part}').last
             ink, opacity = found.evaluate("e => [getComputedStyle(e).color, getComputedStyle(e).opacity]")
             assert ink == ("rgb(85, 97, 111)" if look == "light" else "rgb(163, 175, 187)") and opacity == "1"
 
 
-def test_a_job_that_is_only_watched_is_there_without_dashes(chromium: Browser, finished: tuple[RunDir, str]) -> None:
-    with at(chromium, finished[1], f"/?run={WATCHED_JOB}", "Last events") as shot:
+def test_a_job_that_is_only_watched_is_there_without_dashes(looks: Looks, finished: tuple[RunDir, str]) -> None:
+    with at(looks, finished[1], f"/?run={WATCHED_JOB}", "Last events") as shot:
         card = shot.page.locator("article.rc-card")
         assert "trainer/0 rank 1 hung in step 53" in card.inner_text() and "rolecall would replace" in card.inner_text()
         assert "logged; no notification channel configured" in card.inner_text()
@@ -340,22 +354,22 @@ FIGURES = {"ranks", "nodes", "last progress", "last sample", "step of the job", 
 """Tiles of a watched job, and some that it has no data for."""
 
 
-def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+def test_runs_of_the_same_folder_can_be_switched(looks: Looks, finished: tuple[RunDir, str]) -> None:
     run, address = finished
-    with at(chromium, address, "/", "Lost time") as shot:
+    with at(looks, address, "/", "Lost time") as shot:
         assert run.path.name in shot.page.get_by_role("combobox", name="Run").input_value()
-    with at(chromium, address, "/?run=other", "of 120") as shot:
+    with at(looks, address, "/?run=other", "of 120") as shot:
         shot.page.wait_for_function("() => document.title.includes('other')")
         assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
         shot.page.get_by_test_id("stSidebar").get_by_role("link", name="Fleet").click()
         shot.page.wait_for_url("**/fleet?run=other")
         shot.open("/fleet?run=other")  # what a reload or a copied address shows
         shot.page.wait_for_function("() => document.title.includes('other')")
-    with at(chromium, address, "/?run=nosuch", "No run nosuch in") as shot:
+    with at(looks, address, "/?run=nosuch", "No run nosuch in") as shot:
         assert "Replicas" not in shot.text()
         shot.page.get_by_role("link", name="other").click()
         shot.page.get_by_text("of 120").first.wait_for()
-    with at(chromium, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
+    with at(looks, address, "/incidents?run=one&incident=i-9", "Run one has no such incident: i-9") as shot:
         shot.page.get_by_role("button", name="Search 3 other runs").click()
         shot.page.get_by_role("link", name="other").click()
         shot.page.get_by_text("Copy as Markdown").wait_for()

@@ -93,14 +93,12 @@ class Remote:
         return call
 
     def end(self) -> None:
+        """By a kill: an engine takes seconds to end by itself, one that nothing was asked of even more."""
+        self.process.kill()
+        self.process.wait(PATIENCE_SECONDS)
         if self._connection is not None:
             self._connection.close()
         self._listener.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(10)
 
 
 class Stage:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from rolecall.core.errors import RolecallError
@@ -36,9 +37,9 @@ def cpu_group(pid: int, root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) ->
 
 
 @contextmanager
-def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[Callable[[], bool]]:
-    """Limits the process to `ratio` of one CPU within the context, and gives a function that says whether the kernel
-    has throttled it since. Restores the process afterwards if it is still alive.
+def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[Callable[[], int]]:
+    """Limits the process to `ratio` of one CPU within the context, and gives a function that says in how many periods
+    it ran into the quota since. Restores the process afterwards if it is still alive.
 
     Raises:
         QuotaUnavailable: control groups cannot be written here.
@@ -58,7 +59,7 @@ def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[Call
         _remove(group)
         raise QuotaUnavailable(f"{group}: {e.strerror}") from e
     try:
-        yield lambda: _num_throttled(group) > 0
+        yield partial(_num_throttled, group)
     finally:
         lift_quota(pid, home)
 
@@ -74,7 +75,6 @@ def lift_quota(pid: int, home: Path) -> None:
 
 
 def _num_throttled(group: Path) -> int:
-    """Periods in which a thread of the group ran into the quota."""
     for line in (group / "cpu.stat").read_text().splitlines():
         if line.startswith("nr_throttled "):
             return int(line.split()[1])

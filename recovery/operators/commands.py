@@ -69,13 +69,16 @@ TRIES_MAX = 5
 
 
 @contextmanager
-def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
+def _of_running(
+    location: RunLocation, clock: Clock | None = None, *, also_watched: bool = False
+) -> Iterator[tuple[Journal, IncidentProjection]]:
     """The journal and the incidents of a run that goes on. Raises CommandRefused: it has ended, or rolecall only
-    watches it."""
+    watches it, unless `also_watched`."""
     with opened(location, clock) as (journal, projection):
-        _refuse_watched(
-            location, journal, "rolecall neither places nor replaces its processes; use what started the job"
-        )
+        if not also_watched:
+            _refuse_watched(
+                location, journal, "rolecall neither places nor replaces its processes; use what started the job"
+            )
         if projection.ended is not None:
             allowed = "only a review of a diagnosis and a burn-in can still be recorded"
             raise CommandRefused(f"{location.run_id} has ended ({projection.ended}): {allowed}")
@@ -84,8 +87,12 @@ def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[t
 
 def _refuse_watched(location: RunLocation, journal: Journal, because: str) -> None:
     """Raises CommandRefused: rolecall only watches this run."""
-    if not journal.desired() and journal.last(EventKind.RUN_STARTED) is None:
+    if _is_only_watched(journal):
         raise CommandRefused(f"{location.run_id} is only watched: {because}")
+
+
+def _is_only_watched(journal: Journal) -> bool:
+    return not journal.desired() and journal.last(EventKind.RUN_STARTED) is None
 
 
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
@@ -284,29 +291,35 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
 
 
 def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """No new replica is placed on `node`; those that run there continue. Raises CommandRefused: there is no such node,
-    or it is already quarantined."""
+    """No new replica is placed on `node`; those that run there continue. Where rolecall only watches the job, its watch
+    calls the node unfit and does no more. Raises CommandRefused: there is no such node, or it is already quarantined.
+    """
     check_request(by, because)
-    with _of_running(location, clock) as (journal, projection):
+    with _of_running(location, clock, also_watched=True) as (journal, projection):
         record = _record(journal, projection, node)
         if record.quarantined:
             by_and_why = f"{record.quarantined_by}: {record.quarantined_because}"
             raise CommandRefused(f"{node} is already quarantined by {by_and_why}")
         journal.append(NodeQuarantined(node=node, by=by, because=because))
-    return f"{node} is quarantined: no replica is placed there until {_return_hint(node, location.shell_name)}"
+        only_watched = _is_only_watched(journal)
+    until = f"until {_return_hint(node, location.shell_name)}"
+    if only_watched:
+        return f"{node} is quarantined {until}: its watch calls it unfit (/v1/unfit); nothing is done to the job"
+    return f"{node} is quarantined: no replica is placed there {until}"
 
 
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """Ends a quarantine, whoever set it; a node that was lost may take replicas again, too. Raises CommandRefused: the
     node is neither quarantined nor lost."""
     check_request(by, because)
-    with _of_running(location, clock) as (journal, projection):
+    with _of_running(location, clock, also_watched=True) as (journal, projection):
         record = _record(journal, projection, node)
         returned_at = {node: record.returned_at} if record.returned_at is not None else {}
         if not record.quarantined and node not in lost_nodes(projection.incidents.values(), returned_at):
             raise CommandRefused(f"{node} is neither quarantined nor lost")
         journal.append(NodeReturnedToService(node=node, by=by, because=because))
-    return f"{node} is back in service: replicas may be placed there"
+        only_watched = _is_only_watched(journal)
+    return f"{node} is back in service{'' if only_watched else ': replicas may be placed there'}"
 
 
 def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:

@@ -290,7 +290,9 @@ def _lines(row: Mapping[str, Any]) -> Iterable[str]:
 
 @node.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
 def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
-    """Stop placing replicas on a node. What runs there continues."""
+    """Stop placing replicas on a node. What runs there continues.
+
+    Of a job that rolecall only watches: its watch calls the node unfit (/v1/unfit), and nothing else is done."""
     from rolecall.recovery.operators import commands
 
     out(commands.quarantine(chosen_run(runs, run), name, whoami(), because))
@@ -306,7 +308,7 @@ def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: 
 
 @node.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
 def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
-    """End a quarantine: replicas may be placed on the node again."""
+    """End a quarantine: replicas may be placed on the node again, and its watch no longer calls it unfit for it."""
     from rolecall.recovery.operators import commands
 
     out(commands.return_node(chosen_run(runs, run), name, whoami(), because))

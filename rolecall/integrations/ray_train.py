@@ -15,9 +15,7 @@ in the controller, which sees neither steps nor phases of workers: it tells what
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic
 from typing import Any
 
 try:
@@ -26,9 +24,8 @@ try:
 except ImportError as e:
     raise ImportError("rolecall.integrations.ray_train needs Ray Train 2.43 or newer: pip install 'ray[train]'") from e
 
-from rolecall.agent.autostart import training as hooks
 from rolecall.agent.reporter import reporter
-from rolecall.integrations.training import Training, first_number, hook
+from rolecall.integrations.training import Training, first_number, hook, watch_optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ def run(train: Callable[[], Any]) -> Any:
             local_rank=context.get_local_rank(),
             run_id=context.get_experiment_name() or "",
         )
-        forget = _watch_optimizers()
+        forget = watch_optimizers(reporter)
     except Exception as e:  # noqa: BLE001 the job goes on
         logger.warning("rolecall does not watch this worker: %s: %s", type(e).__name__, e)
     try:
@@ -110,21 +107,3 @@ def run(train: Callable[[], Any]) -> Any:
                 forget()
             except Exception as e:  # noqa: BLE001 what the training function returned or raised counts
                 logger.warning("rolecall cannot remove its hooks: %s: %s", type(e).__name__, e)
-
-
-def _watch_optimizers() -> Callable[[], None] | None:
-    """Steps come from torch's hooks, where the backend or the training function has imported torch. Returns what ends
-    that; None without torch, where only registration and exceptions are reported."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    watch = hooks.TrainingWatch(reporter, torch, monotonic, starts=False)
-    handle = register_optimizer_step_post_hook(watch.after_optimizer)
-
-    def forget() -> None:
-        watch.stand_down()
-        handle.remove()
-
-    return forget

@@ -12,6 +12,7 @@ import functools
 import logging
 import math
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,6 +188,24 @@ class Training:
         if not self._off:
             self._off = True
             logger.warning("rolecall reports nothing of this training any more: %s: %s", type(error).__name__, error)
+
+
+def watch_optimizers(report: hooks.Report) -> Callable[[], None] | None:
+    """Steps of this process come from torch's hooks, as under `rolecall exec`, where torch is imported. The reporter is
+    started by the caller. Returns what ends that; None without torch, where no steps are reported."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    watch = hooks.TrainingWatch(report, torch, monotonic, starts=False)
+    handle = register_optimizer_step_post_hook(watch.after_optimizer)
+
+    def forget() -> None:
+        watch.stand_down()
+        handle.remove()
+
+    return forget
 
 
 def hook(called: Callable[..., None]) -> Callable[..., None]:

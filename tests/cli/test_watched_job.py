@@ -9,6 +9,7 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
+from rolecall.core.config.job import parse_job
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.recovery import IncidentClosed
@@ -22,6 +23,7 @@ from rolecall.views import observed_ranks
 from rolecall.views.observed_ranks import ObservedRank
 from rolecall.watch.agents import observing_run
 from rolecall.watch.run import watch_run
+from rolecall.watch.server import JournalMetricsPoller
 
 URL = "http://node-7:9477"
 
@@ -40,7 +42,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
         ("pause", "my-job", "--reason", "x"),
         ("replace", "trainer/0", "--reason", "x", "--run", "my-job"),
         ("node", "drain", "node-7", "--reason", "x", "--run", "my-job"),
-        ("node", "quarantine", "node-7", "--reason", "x", "--run", "my-job"),
     ],
     ids=lambda command: " ".join(command[:2]),
 )
@@ -51,6 +52,28 @@ def test_what_only_a_run_of_rolecall_has_is_refused(
     assert main(command) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("rolecall: my-job is only watched: ")
+
+
+def test_an_operator_quarantines_and_returns_a_node(job: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    because = ("--reason", "a loud fan", "--run", "my-job")
+    with closing(Journal(job.database_url)) as journal:
+        watch = JournalMetricsPoller(journal, parse_job({}), "my-job", FakeClock(), ours=False)
+
+        def unfit() -> object:
+            assert watch.poll()
+            return watch.unfit
+
+        assert main(["node", "return", "node-7", *because]) == 2
+        assert main(["node", "quarantine", "node-8", *because]) == 2
+        assert unfit() == {} and capsys.readouterr().out == ""
+        assert main(["node", "quarantine", "node-7", *because]) == 0
+        said = capsys.readouterr().out
+        assert "its watch calls it unfit" in said and "nothing is done to the job" in said and "replica" not in said
+        assert unfit() == {"node-7": ("it is quarantined",)}
+        assert main(["node", "quarantine", "node-7", *because]) == 2
+        assert main(["node", "return", "node-7", *because]) == 0
+        assert capsys.readouterr().out == "node-7 is back in service\n"
+        assert unfit() == {}
 
 
 def test_its_nodes_are_those_of_its_agents_with_the_ranks_that_were_seen(

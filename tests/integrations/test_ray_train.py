@@ -104,5 +104,5 @@ def test_hooks_that_cannot_be_removed_change_nothing(report: Recorded, monkeypat
     def stuck() -> None:
         raise RuntimeError("no such hook")
 
-    monkeypatch.setattr(ray_train, "_watch_optimizers", lambda: stuck)
+    monkeypatch.setattr(ray_train, "watch_optimizers", lambda _: stuck)
     assert ray_train.reported(lambda: 5)() == 5

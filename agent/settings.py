@@ -102,9 +102,9 @@ class DcgmExporterSection(ExporterSection):
     """Name of this node in the exporter's page, if the page covers several; empty: `node`."""
 
 
-class EngineSection(Section):
+class EngineServerSection(Section):
     url: str
-    """URL of a vLLM server on this node, such as http://127.0.0.1:8000."""
+    """URL of a vLLM or SGLang server on this node, such as http://127.0.0.1:8000. SGLang needs `--enable-metrics`."""
     replica: str
     """The replica that it serves, such as rollout/3."""
     rank: Annotated[int, Field(ge=0)] = 0
@@ -117,11 +117,11 @@ class EngineSection(Section):
         return value
 
 
-class VllmSection(CollectorSection):
+class EnginesSection(CollectorSection):
     interval_seconds: Interval = 5.0
     """Seconds between polls. The engine renders its page in the loop that serves requests, so poll rarely."""
-    engines: tuple[EngineSection, ...] = ()
-    """vLLM servers whose metrics are read and joined with role, replica and rank."""
+    servers: tuple[EngineServerSection, ...] = ()
+    """vLLM and SGLang servers whose metrics are read and joined with role, replica and rank."""
 
 
 class NodeHealthSection(Section):
@@ -167,8 +167,8 @@ class AgentFile(Section):
     """Read a dcgm-exporter instead of NVML; set gpu.enabled to false."""
     node_exporter: ExporterSection = ExporterSection()
     """Read a node_exporter instead of network, infiniband and storage; set their enabled to false."""
-    vllm: VllmSection = VllmSection()
-    """vLLM engines of this node."""
+    engines: EnginesSection = EnginesSection()
+    """Inference engines of this node."""
     node_health: NodeHealthSection = NodeHealthSection()
     """NVRx's node health check."""
     proc: Path = Path("/proc")
@@ -387,8 +387,8 @@ def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> Non
         theirs = NodeExporterPage(node)
         with _blamed_on("node_exporter"):
             found.append(ExporterCollector(node, "node_exporter", url, theirs, interval_seconds=interval))
-    if file.vllm.enabled and file.vllm.engines:
-        from rolecall.agent.collectors.engine.vllm import EngineEndpoint, VllmCollector
+    if file.engines.enabled and file.engines.servers:
+        from rolecall.agent.collectors.engine.collector import EngineCollector, EngineEndpoint
 
-        engines = [EngineEndpoint(e.url, role_of(e.replica), e.replica, e.rank) for e in file.vllm.engines]
-        found.append(VllmCollector(node, engines, interval_seconds=file.vllm.interval_seconds))
+        servers = [EngineEndpoint(e.url, role_of(e.replica), e.replica, e.rank) for e in file.engines.servers]
+        found.append(EngineCollector(node, servers, interval_seconds=file.engines.interval_seconds))

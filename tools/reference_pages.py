@@ -349,7 +349,7 @@ def metrics_page() -> str:
         MetricScope.KERNEL: "Kernel log",
         MetricScope.STORAGE: "Disks and file systems",
         MetricScope.NCCL: "NCCL",
-        MetricScope.VLLM: "vLLM",
+        MetricScope.ENGINE: "Inference engines",
         MetricScope.AGENT: "The agent itself",
         MetricScope.WATCH: "`rolecall watch`: itself and its incidents",
         MetricScope.RUN: "The run",

@@ -361,7 +361,7 @@ AGENTS = RuleGroup(
             "is short of CPU, or a probe is slow.",
         ),
         "RolecallProbeDown": warning(
-            expr='rolecall_probe_up{probe!~"nccl_ras|nccl_inspector|vllm"} == 0',
+            expr='rolecall_probe_up{probe!~"nccl_ras|nccl_inspector|engines"} == 0',
             hold="10m",
             summary="Probe {{ $labels.probe }} of {{ $labels.node }} fails",
             description="It has failed for ten minutes. Faults that only this probe detects go unnoticed on "

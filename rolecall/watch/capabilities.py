@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from rolecall.core.config.watched import WatchedConfig
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.ids import ProcessId
+from rolecall.core.metrics.collectors import SGLANG, VLLM
 from rolecall.core.telemetry import (
     PHASES_WITHOUT_DUE_PROGRESS,
     UNCOUNTED,
@@ -36,7 +37,7 @@ TWO_LINES = "two lines in the training loop (docs/howto/instrument.md)"
 INTEGRATIONS = "docs/howto/frameworks.md"
 OPTIMIZES = ("slime-trainer", "openrlhf-trainer", "openrlhf-critic", "nemo-rl-trainer", "nemo-rl-critic")
 """Rules whose actors report by `rolecall env` alone: their rank is known by their first optimizer step."""
-ENGINES = ("verl-rollout", "openrlhf-rollout", "nemo-rl-rollout")
+ENGINES = ("verl-rollout", "slime-rollout", "openrlhf-rollout", "nemo-rl-rollout")
 TORCHRUN, SLURM, SRUN = "torchrun", "slurm", "srun"
 
 
@@ -94,11 +95,6 @@ class RankFacts:
         return is_instrumented(self.newest) and not self.found_by
 
     @property
-    def is_read_engine(self) -> bool:
-        """It reports nothing, and the metrics of its engine tell its progress (agent/collectors/engine/activity.py)."""
-        return is_instrumented(self.newest) and bool(self.found_by)
-
-    @property
     def phases(self) -> frozenset[str]:
         return frozenset(s.phase for s in self.samples if is_instrumented(s))
 
@@ -111,7 +107,7 @@ class RankFacts:
 class NodeState:
     """One agent. `unreachable`: why it does not answer; empty: it does. `probes`: whether each collector can read;
     `reasons`: why not. `stacks`: why the stack of a rank cannot be read; empty: it can; None: not asked, for want of
-    the agent's token. `engines`: (replica, rank) of those whose own metrics the agent reads."""
+    the agent's token. `engines`: those whose own metrics the agent reads: (replica, rank) -> kind of server."""
 
     node: str
     url: str = ""
@@ -120,7 +116,7 @@ class NodeState:
     reasons: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[GpuSample, ...] = ()
     stacks: str | None = None
-    engines: frozenset[tuple[str, int]] = frozenset()
+    engines: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +196,11 @@ class _At(NamedTuple):
     sizes: _Sizes
 
     @property
+    def engine(self) -> str:
+        """Kind of server whose metrics the agent reads for this process, which reports nothing itself; else empty."""
+        return "" if self.rank.reports else self.node.engines.get((self.rank.replica, self.rank.rank), "")
+
+    @property
     def of_replica(self) -> int:
         """Ranks of its replica."""
         return self.sizes.replicas[self.rank.replica]
@@ -236,14 +237,12 @@ class _At(NamedTuple):
     def how_to_report(self) -> str:
         """How steps of this process become known."""
         rule, code = self.rank.found_by, TWO_LINES
-        if self.rank.is_read_engine:
+        if self.engine:
             return ""
-        if rule == "slime-rollout":
-            return ""  # SGLang, whose metrics no collector reads
         if rule in ENGINES:
             return (
-                "if it is vLLM, name its metrics page in agent.yaml: "
-                f"vllm: {{engines: [{{url: ..., replica: {self.rank.replica}}}]}}"
+                "if it is vLLM, or SGLang with --enable-metrics, name its metrics page in agent.yaml: "
+                f"engines: {{servers: [{{url: ..., replica: {self.rank.replica}}}]}}"
             )
         if rule.startswith("verl"):
             return (
@@ -299,7 +298,7 @@ def _as_seen(name: str, answer: _Answer) -> Capability:
 def _steps(at: _At) -> _Answer:
     rank = at.rank
     if not rank.reports:
-        if rank.is_read_engine or (rank.replica, rank.rank) in at.node.engines:
+        if at.engine:
             return _Answer(Can.PARTLY, "requests and tokens, from the metrics of its engine; an engine has no steps")
         by = f"rule {rank.found_by}" if rank.found_by else "a rule"
         return _Answer(Can.NO, f"found by {by}, it reports nothing: only its process is seen", at.how_to_report)
@@ -313,8 +312,8 @@ def _steps(at: _At) -> _Answer:
 
 def _phases(at: _At) -> _Answer:
     rank = at.rank
-    if rank.is_read_engine:
-        return _Answer(Can.YES, "generate, idle or sleep, from the metrics of its engine")
+    if at.engine:
+        return _Answer(Can.PARTLY, "whether it runs requests, from the metrics of its engine")
     if not rank.reports:
         return _Answer(Can.NO, "it reports nothing", at.how_to_report)
     if not at.has_worked:
@@ -474,8 +473,10 @@ KERNEL_ONLY = (
 
 
 def _hang_in_step(at: _At) -> _Answer:
-    if at.rank.is_read_engine:
+    if at.engine == VLLM:
         return _Answer(Can.YES, "open requests and no new token, by the metrics of its engine")
+    if at.engine == SGLANG:
+        return _Answer(Can.PARTLY, f"{KERNEL_ONLY}, and SGLang's metrics stand still in healthy engines, too")
     if not at.rank.reports:
         return _Answer(Can.PARTLY, KERNEL_ONLY, at.how_to_report)
     if not at.has_worked:
@@ -506,7 +507,7 @@ def _hang_between(at: _At) -> _Answer:
 
 def _hang_at_lock(at: _At) -> _Answer:
     in_step = _hang_in_step(at)
-    if at.rank.is_read_engine:
+    if at.engine == VLLM:
         return _Answer(Can.PARTLY, "as a hang with open requests, not at which lock")
     if in_step.can is not Can.YES:
         return _Answer(Can.NO, "a process at a lock looks like one that waits", in_step.fix)

@@ -47,7 +47,7 @@ ASKED_AT_ONCE: Final = 32
 DRY_RUNS_MAX: Final = 64
 DRY_RUNS_AT_ONCE: Final = 8
 REASON_CHARACTERS: Final = 300
-_STATE = re.compile(r"^rolecall_(probe|vllm)_up\{([^}]*)\} (\S+)$", re.MULTILINE)
+_STATE = re.compile(r"^rolecall_(probe_up|engine_info)\{([^}]*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -159,14 +159,14 @@ def _ask(node: str, url: str, get: Get, may_read_stacks: Callable[[str], bool]) 
 
 def node_state(node: str, url: str, page: str) -> NodeState:
     """The collectors and engines of a node, by the page `/metrics` of its agent."""
-    probes, engines = dict[str, bool](), set[tuple[str, int]]()
+    probes, engines = dict[str, bool](), dict[tuple[str, int], str]()
     for kind, text, value in _STATE.findall(page):
-        labels, up = dict(_LABEL.findall(text)), float(value) > 0
-        if kind == "probe":
-            probes[labels.get("probe", "")] = up
-        elif up and labels.get("rank", "").isdecimal():
-            engines.add((labels.get("replica", ""), int(labels["rank"])))
-    return NodeState(node=node, url=url, probes=probes, engines=frozenset(engines))
+        labels = dict(_LABEL.findall(text))
+        if kind == "probe_up":
+            probes[labels.get("probe", "")] = float(value) > 0
+        elif labels.get("rank", "").isdecimal():
+            engines[labels.get("replica", ""), int(labels["rank"])] = labels.get("server", "")
+    return NodeState(node=node, url=url, probes=probes, engines=engines)
 
 
 def _state(told: _Told, page: str) -> NodeState:

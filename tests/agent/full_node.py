@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from rolecall.core.rundir import registration_secret
+from tests.agent.collectors.test_engine_metrics import NEW as VLLM_PAGE
 from tests.agent.collectors.test_network import interface
-from tests.agent.collectors.test_vllm import NEW as VLLM_PAGE
 from tests.agent.nvml import STATE_VARIABLE, Machine, build
 from tests.agent.page_server import PageServer, http_page
 from tests.agent.processes import TOKEN
@@ -46,7 +46,7 @@ sys.stdin.read()
 """
 EVERY = (
     *("gpu", "gpu_events", "kernel_log", "xids", "network", "infiniband", "storage", "nccl_ras", "nccl_inspector"),
-    *("jobs", "ray", "orphans", "vllm", "host", "process"),
+    *("jobs", "ray", "orphans", "engines", "host", "process"),
 )
 
 
@@ -87,7 +87,7 @@ class FullNode:
             "storage": {"interval_seconds": 0.2},
             "nccl_ras": {"address": self.ras.address, "interval_seconds": 0.5},
             "nccl_inspector": {"enabled": True, "folder": str(self._inspector), "interval_seconds": 0.2},
-            "vllm": {"engines": [{"url": self.engine.url.removesuffix("/metrics"), "replica": "rollout/0"}]},
+            "engines": {"servers": [{"url": self.engine.url.removesuffix("/metrics"), "replica": "rollout/0"}]},
             **settings,
         }
         (folder / "agent.yaml").write_text(yaml.safe_dump(file))

@@ -178,7 +178,7 @@ def test_the_paces_of_the_file_arrive(tmp_path: Path) -> None:
         ("nccl_ras: {address: 'no port'}", "nccl_ras: "),
         ("gpu: {enabled: false}\ndcgm_exporter: {enabled: true, url: 'ftp://x'}", "dcgm_exporter: "),
         ("jobs: {rules: {rules: 3}}", "jobs.rules.rules"),
-        ("vllm: {engines: [{url: 'http://127.0.0.1:8000', replica: rollout}]}", "vllm.engines.0.replica"),
+        ("engines: {servers: [{url: 'http://127.0.0.1:8000', replica: rollout}]}", "engines.servers.0.replica"),
     ],
 )
 def test_a_value_that_a_collector_refuses_is_a_mistake_in_the_file(

@@ -20,7 +20,7 @@ from rolecall.core.telemetry import (
 )
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.watch.capabilities import JobFacts
-from rolecall.watch.job_facts import NoAnswer, assemble, read_job, replacements
+from rolecall.watch.job_facts import NoAnswer, assemble, node_state, read_job, replacements
 from tests.agent.processes import NODE, AgentProcess, Child
 from tests.support import eventually
 
@@ -207,6 +207,14 @@ def test_stacks_are_asked_for_with_the_token_only(agent: AgentProcess, child: Ch
     assert look(False) is None and not any("evidence" in path for path in asked)
     assert look(True) == "py-spy is not installed"
     assert f"/v1/evidence/stacks?pid={child.pid}" in asked
+
+
+def test_the_kind_of_server_is_known_of_each_engine_that_is_read() -> None:
+    page = """rolecall_engine_up{node="node-1",rank="0",replica="rollout/0",role="rollout"} 0.0
+rolecall_engine_up{node="node-1",rank="0",replica="rollout/1",role="rollout"} 1.0
+rolecall_engine_info{node="node-1",rank="0",replica="rollout/1",role="rollout",server="sglang"} 1.0
+"""
+    assert node_state(NODE, "", page).engines == {("rollout/1", 0): "sglang"}
 
 
 @pytest.mark.parametrize(

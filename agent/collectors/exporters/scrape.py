@@ -11,6 +11,7 @@ thousands of series: lines with other names are skipped unparsed.
 
 import http.client
 import io
+import ipaddress
 import re
 import socket
 from collections.abc import Container
@@ -68,10 +69,24 @@ def parse_address(url: str) -> ScrapeAddress:
     host = parts.hostname
     if not host:
         raise ValueError(f"{url}: names no host")
-    if not is_loopback(host):
-        raise ValueError(f"{url}: {host} is not loopback: its values would appear under this node's name")
+    if not _is_of_this_node(host):
+        raise ValueError(f"{url}: {host} is no address of this node: its values would appear under this node's name")
     path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
     return ScrapeAddress(url, host, parts.netloc, parts.port or 80, path)
+
+
+def _is_of_this_node(host: str) -> bool:
+    """Only an address of this node can be bound. Names other than localhost are not resolved. A server may listen on
+    the node's address alone, as SGLang under slime does."""
+    if is_loopback(host):
+        return True
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.bind((host, 0))
+    except (ValueError, OSError):
+        return False
+    return True
 
 
 def fetch(

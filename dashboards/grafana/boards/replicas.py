@@ -45,7 +45,7 @@ STARVED = 0.2
 OF_ROLE = 'role=~"$role"'
 NOT_REPORTED = "no rank reports it"
 NOT_RECORDED = "no recording rules, or no rank reports it"
-NO_ENGINE = "no vLLM engine with data"
+NO_ENGINE = "no vLLM or SGLang engine with data"
 REPLICA_STATES = {
     "wanted": MappedValue("wanted", YELLOW),
     "lent": MappedValue("lent", YELLOW),
@@ -483,45 +483,46 @@ def _engine() -> PanelRow:
         return f"{a[0]} / ({b[0]} > 0)", f"{a[1]} / ({b[1]} > 0)"
 
     return PanelRow(
-        "vLLM engine",
+        "Inference engine",
         band(
             "Time to first token",
             "Mean seconds from the arrival of a request.",
             PanelFormat("s", no_value=NO_ENGINE),
-            *mean("rolecall_vllm_first_token_seconds_total", "rolecall_vllm_first_tokens_total"),
+            *mean("rolecall_engine_first_token_seconds_total", "rolecall_engine_first_tokens_total"),
         ),
         band(
             "Time per output token",
             "Mean seconds. Above the band: the engine is slow.",
             PanelFormat("s", no_value=NO_ENGINE),
-            *mean("rolecall_vllm_token_gap_seconds_total", "rolecall_vllm_token_gaps_total"),
+            *mean("rolecall_engine_token_gap_seconds_total", "rolecall_engine_token_gaps_total"),
         ),
         lines(
             "Requests",
-            "Running requests, and requests waiting to be scheduled.",
+            "Running requests, and requests waiting to be scheduled; of SGLang as of its last log.",
             PanelFormat(decimals=0, no_value=NO_ENGINE),
-            PanelQuery(f"max by (rank) (rolecall_vllm_requests_running{{{OWN}}})", "running, rank {{rank}}"),
-            PanelQuery(f"max by (rank) (rolecall_vllm_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
+            PanelQuery(f"max by (rank) (rolecall_engine_requests_running{{{OWN}}})", "running, rank {{rank}}"),
+            PanelQuery(f"max by (rank) (rolecall_engine_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
         ),
         band(
             "KV cache in use",
-            "Share of blocks. When full, requests are preempted and recomputed.",
+            "When full, requests are preempted and recomputed.",
             PanelFormat("percentunit", most=1.0, no_value=NO_ENGINE),
-            "max by (rank) (rolecall_vllm_kv_cache_used_ratio{" + OWN + "})",
-            "max by (replica, rank) (rolecall_vllm_kv_cache_used_ratio{" + PEERS + "})",
+            "max by (rank) (rolecall_engine_kv_cache_used_ratio{" + OWN + "})",
+            "max by (replica, rank) (rolecall_engine_kv_cache_used_ratio{" + PEERS + "})",
         ),
         band(
             "Preempted requests",
             "Per second, to free space in the KV cache.",
             PanelFormat("cps", no_value=NO_ENGINE),
-            *_rates("rolecall_vllm_preemptions_total"),
+            *_rates("rolecall_engine_preemptions_total"),
         ),
         numbers(
             "Engine",
-            "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released).",
+            "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released). "
+            "SGLang does not tell the latter.",
             PanelFormat(mappings={0: MappedValue("NO", ORANGE), 1: MappedValue("yes", GREEN)}, no_value=NO_ENGINE),
-            PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "responds, rank {{rank}}"),
-            PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
+            PanelQuery(f"max by (rank) (rolecall_engine_up{{{OWN}}})", "responds, rank {{rank}}"),
+            PanelQuery(f"max by (rank) (rolecall_engine_awake{{{OWN}}})", "awake, rank {{rank}}"),
         ),
         collapsed=True,
     )

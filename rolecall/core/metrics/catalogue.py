@@ -13,7 +13,7 @@ own have none. `process_values` and `host_values` are the only translation from 
 import math
 from collections.abc import Iterator
 
-from rolecall.core.metrics.collectors import NETWORK_METRICS, STORAGE_METRICS, VLLM_METRICS
+from rolecall.core.metrics.collectors import ENGINE_METRICS, NETWORK_METRICS, STORAGE_METRICS
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.kernel import KERNEL_METRICS
 from rolecall.core.metrics.metric import NODE, RANK, Metric, MetricScope, MetricValue, row, rows
@@ -180,7 +180,7 @@ CATALOGUE: tuple[Metric, ...] = (
     *KERNEL_METRICS,
     *STORAGE_METRICS,
     *NCCL_METRICS,
-    *VLLM_METRICS,
+    *ENGINE_METRICS,
     *_OF_AGENT,
     *WATCH_METRICS,
     *RUN_METRICS,

@@ -1,4 +1,4 @@
-"""Rows of the metric catalogue: NICs, TCP, InfiniBand and RoCE; disks, file systems and I/O stalls; vLLM engines."""
+"""Rows of the metric catalogue: NICs, TCP, InfiniBand and RoCE; disks, file systems and I/O stalls; engines."""
 
 from rolecall.core.metrics.metric import NODE, RANK, MetricScope, rows
 
@@ -63,28 +63,31 @@ STORAGE_METRICS = rows(
         "once (PSI): cpu, memory or io",
     },
 )
-VLLM_METRICS = rows(
-    MetricScope.VLLM,
+VLLM, SGLANG = "vllm", "sglang"
+"""Values of `server`."""
+ENGINE_METRICS = rows(
+    MetricScope.ENGINE,
     RANK,
     {
-        "vllm_up": "1 if the engine's metrics could be read in the newest poll, 0 if not",
-        "vllm_awake": "0 while the engine sleeps (its weights or KV cache are given up), 1 while it does not",
-        "vllm_requests_running": "Requests that the engine is processing",
-        "vllm_requests_waiting": "Requests waiting in the engine's queue",
-        "vllm_requests_finished_total{reason}": "Requests finished, by vLLM's reason: stop, length, abort, error, "
+        "engine_up": "1 if the engine's metrics could be read in the newest poll, 0 if not",
+        "engine_info{server}": "1, with the kind of server: vllm or sglang; absent while its metrics cannot be read",
+        "engine_awake": "vLLM: 0 while the engine sleeps (its weights or KV cache are given up), 1 while it does not",
+        "engine_requests_running": "Requests that the engine is processing; of SGLang as of its last log",
+        "engine_requests_waiting": "Requests waiting in the engine's queue; of SGLang as of its last log",
+        "engine_requests_finished_total{reason}": "vLLM: requests finished, by reason: stop, length, abort, error, "
         "repetition, other",
-        "vllm_kv_cache_used_ratio": "Blocks of the KV cache that are in use",
-        "vllm_preemptions_total": "Requests preempted to free KV cache, which are recomputed",
-        "vllm_prompt_tokens_total": "Prompt tokens processed",
-        "vllm_generated_tokens_total": "Tokens generated",
-        "vllm_prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache",
-        "vllm_prefix_cache_hits_total": "Of these, tokens found",
-        "vllm_first_token_seconds_total": "Time from a request's arrival to its first token, summed",
-        "vllm_first_tokens_total": "Requests in that sum",
-        "vllm_token_gap_seconds_total": "Time between a token and the next of the same request, summed",
-        "vllm_token_gaps_total": "Gaps in that sum",
-        "vllm_queue_seconds_total": "Time that requests waited before the engine took them, summed",
-        "vllm_queue_waits_total": "Requests in that sum",
+        "engine_kv_cache_used_ratio": "Share of the KV cache that is in use",
+        "engine_preemptions_total": "Requests preempted to free KV cache, which are recomputed",
+        "engine_prompt_tokens_total": "Prompt tokens processed; of SGLang counted once their request ends",
+        "engine_generated_tokens_total": "Tokens generated",
+        "engine_prefix_cache_queries_total": "vLLM: prompt tokens looked up in the prefix cache",
+        "engine_prefix_cache_hits_total": "Of these, tokens found",
+        "engine_first_token_seconds_total": "Time from a request's arrival to its first token, summed",
+        "engine_first_tokens_total": "Requests in that sum",
+        "engine_token_gap_seconds_total": "Time between a token and the next of the same request, summed",
+        "engine_token_gaps_total": "Gaps in that sum",
+        "engine_queue_seconds_total": "Time that requests waited before the engine took them, summed",
+        "engine_queue_waits_total": "Requests in that sum",
     },
 )
 """Of an engine with several cores (data parallel) or models the sum; of the KV cache the fullest. Times are sums, each

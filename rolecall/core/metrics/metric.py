@@ -21,7 +21,7 @@ class MetricScope(StrEnum):
     KERNEL = "kernel"
     STORAGE = "storage"
     NCCL = "nccl"
-    VLLM = "vllm"
+    ENGINE = "engine"
     AGENT = "agent"  # the agent's own counters
     WATCH = "watch"  # `rolecall watch`: itself and its incidents (metrics/watch.py)
     RUN = "run"  # the run, computed from its journal (views/run_totals.py)

@@ -6,7 +6,7 @@ import pytest
 
 from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.engine.activity import STALE_SECONDS, EngineActivity
-from rolecall.agent.collectors.engine.vllm import EngineEndpoint, VllmCollector
+from rolecall.agent.collectors.engine.collector import EngineCollector, EngineEndpoint
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
@@ -18,14 +18,15 @@ from rolecall.detector.live.stages.progress.engine import EngineProgress
 from tests.agent.page_server import PageServer, http_page
 
 NODE = NodeId("node-1")
+SGLANG = 'sglang:num_running_reqs{{}} {running}\nsglang:realtime_tokens_total{{mode="decode"}} {tokens}\n'
 PAGE = 'vllm:num_requests_running{{engine="0"}} {running}\nvllm:generation_tokens_total{{engine="0"}} {tokens}\n'
 
 
-def reading(running: int, tokens: int, more: str = "") -> CollectorReading:
+def reading(running: int, tokens: int, more: str = "", page: str = PAGE) -> CollectorReading:
     """As the real collector reads it from a page."""
-    server = PageServer(http_page(PAGE.format(running=running, tokens=tokens) + more))
+    server = PageServer(http_page(page.format(running=running, tokens=tokens) + more))
     try:
-        return VllmCollector(NODE, [EngineEndpoint(server.url, "rollout", "rollout/3", 0)]).read(0.0)
+        return EngineCollector(NODE, [EngineEndpoint(server.url, "rollout", "rollout/3", 0)]).read(0.0)
     finally:
         server.close()
 
@@ -49,6 +50,11 @@ def test_a_sleeping_engine_runs_nothing() -> None:
 @pytest.mark.parametrize(("replica", "now"), [("rollout/4", 11.0), ("rollout/3", 11.0 + STALE_SECONDS)])
 def test_other_processes_and_old_values_have_no_fields(replica: str, now: float) -> None:
     assert activity([(10.0, reading(4, 100))]).fields(replica, 0, now) == {}
+
+
+def test_an_engine_of_sglang_is_never_found_to_hang_by_its_metrics() -> None:
+    """Its requests are those of its last log: it may be idle, or paused for a weight update, while they are exported."""
+    assert activity([(10.0, reading(4, 100, page=SGLANG))]).fields("rollout/3", 0, 11.0) == {}
 
 
 def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:

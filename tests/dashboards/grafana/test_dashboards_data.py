@@ -33,7 +33,7 @@ VIEWS = {
 }
 """What people choose where there is a choice; an expression has to find data in one view at least."""
 
-NO_VLLM = "the demo's engines are not vLLM; the stand-in node has one, without traffic or peers"
+NO_ENGINE = "the demo's engines are no vLLM servers; the stand-in node has one, without traffic or peers"
 NO_CRITIC, NO_REFERENCE = "the demo's algorithm has no critic", "the demo's algorithm has no reference policy"
 NO_SAMPLING = "the demo's algorithm has no dynamic sampling, which alone filters groups"
 NO_PAUSES = "the interfaces that were recorded count no pause frames"
@@ -56,7 +56,7 @@ RIGHTLY_EMPTY = {
     **{m: "the demo is not evaluated" for m in METRICS if m.startswith("rolecall_run_evaluation_")},
     **{m: "the demo has a built-in task" for m in METRICS if m.startswith("rolecall_run_dataset_")},
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
-    **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},
+    **{m: NO_ENGINE for m in METRICS if m.startswith("rolecall_engine_")},
 }
 """Metrics of which the demo run has no series, or none that moves, and why that is right. Each has data in the made-up
 cluster."""

@@ -1,8 +1,12 @@
-"""vLLM's metrics: the pages of this node's engines, labelled with the replica of each engine.
+"""Metrics of inference engines: the pages of this node's vLLM and SGLang servers, labelled with the replica of each.
 
-Names: vLLM's documentation, "Production Metrics", versions 0.5 to 0.32. Where a name changed, both are supported; the
-newer one wins where a version exports both. The engine's API server renders the page in the loop that serves requests,
-so it is scraped rarely."""
+Names: "Production Metrics" in the documentation of vLLM (0.5 to 0.32) and of SGLang, and the source of SGLang 0.5.10.
+SGLang serves them with `--enable-metrics` only. Where a name changed, both are supported; the newer one wins where a
+version exports both. The engine's API server renders the page in the loop that serves requests: it is scraped rarely.
+
+SGLang writes its gauges at each prefill, after every `decode_log_interval` decode batches, every 30 s while it is idle,
+and not at all while its generation is paused. It counts tokens at each decode batch; earlier versions do so as rarely
+as they write the gauges, or at the end of a request."""
 
 import logging
 import math
@@ -16,7 +20,7 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
-from rolecall.core.metrics.collectors import VLLM_METRICS
+from rolecall.core.metrics.collectors import ENGINE_METRICS, SGLANG, VLLM
 from rolecall.core.metrics.metric import Metric, MetricValue
 
 logger = logging.getLogger(__name__)
@@ -28,11 +32,17 @@ ENGINE_SECONDS = 1.0
 POLL_SECONDS = 4.0
 """For all engines together: less than the time after which a read counts as hung. Engines that failed come last."""
 
-_BY_NAME = {m.name: m for m in VLLM_METRICS}
-_UP = _BY_NAME["rolecall_vllm_up"]
-_AWAKE = _BY_NAME["rolecall_vllm_awake"]
-_FINISHED = _BY_NAME["rolecall_vllm_requests_finished_total"]
+_BY_NAME = {m.name: m for m in ENGINE_METRICS}
+_UP = _BY_NAME["rolecall_engine_up"]
+_INFO = _BY_NAME["rolecall_engine_info"]
+_AWAKE = _BY_NAME["rolecall_engine_awake"]
+_FINISHED = _BY_NAME["rolecall_engine_requests_finished_total"]
 _SLEEP_STATE, _SUCCESS = "vllm:engine_sleep_state", "vllm:request_success_total"
+_REALTIME = "sglang:realtime_tokens_total"
+_BY_PRIORITY = frozenset({"sglang:num_running_reqs", "sglang:num_queue_reqs"})
+"""With priority scheduling also exported by priority, beside their total, whose `priority` is empty."""
+_SAME_REQUESTS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank"})
+"""Labels of SGLang's schedulers that process the same requests; each may export them."""
 REASONS = frozenset({"stop", "length", "abort", "error", "repetition"})
 OTHER = "other"
 
@@ -48,7 +58,7 @@ class EngineEndpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """`names`: vLLM's names, newest first; `join`: combines several values of one page."""
+    """`names`: of vLLM, then of SGLang, newest first; `join`: combines several values of one page."""
 
     metric: Metric
     names: tuple[str, ...]
@@ -56,56 +66,82 @@ class _Row:
 
 
 def _row(name: str, *names: str, join: Callable[[Iterable[float]], float] = sum) -> _Row:
-    return _Row(_BY_NAME[f"rolecall_vllm_{name}"], tuple(f"vllm:{n}" for n in names), join)
+    return _Row(_BY_NAME[f"rolecall_engine_{name}"], names, join)
+
+
+def _mean(seconds: str, count: str, *histograms: str) -> tuple[_Row, _Row]:
+    return _row(seconds, *(f"{h}_sum" for h in histograms)), _row(count, *(f"{h}_count" for h in histograms))
 
 
 _ROWS = (
-    _row("requests_running", "num_requests_running"),
-    _row("requests_waiting", "num_requests_waiting"),
-    _row("kv_cache_used_ratio", "kv_cache_usage_perc", "gpu_cache_usage_perc", join=max),
-    _row("preemptions_total", "num_preemptions_total"),
-    _row("prompt_tokens_total", "prompt_tokens_total"),
-    _row("generated_tokens_total", "generation_tokens_total"),
-    _row("prefix_cache_queries_total", "prefix_cache_queries_total", "gpu_prefix_cache_queries_total"),
-    _row("prefix_cache_hits_total", "prefix_cache_hits_total", "gpu_prefix_cache_hits_total"),
-    _row("first_token_seconds_total", "time_to_first_token_seconds_sum"),
-    _row("first_tokens_total", "time_to_first_token_seconds_count"),
-    _row("token_gap_seconds_total", "inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum"),
-    _row("token_gaps_total", "inter_token_latency_seconds_count", "time_per_output_token_seconds_count"),
-    _row("queue_seconds_total", "request_queue_time_seconds_sum"),
-    _row("queue_waits_total", "request_queue_time_seconds_count"),
+    _row("requests_running", "vllm:num_requests_running", "sglang:num_running_reqs"),
+    _row("requests_waiting", "vllm:num_requests_waiting", "sglang:num_queue_reqs"),
+    _row(
+        "kv_cache_used_ratio", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage", join=max
+    ),
+    _row("preemptions_total", "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"),
+    _row("prompt_tokens_total", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
+    _row("generated_tokens_total", "vllm:generation_tokens_total", _REALTIME, "sglang:generation_tokens_total"),
+    _row("prefix_cache_queries_total", "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
+    _row("prefix_cache_hits_total", "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+    *_mean(
+        "first_token_seconds_total",
+        "first_tokens_total",
+        *("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
+    ),
+    *_mean(
+        "token_gap_seconds_total",
+        "token_gaps_total",
+        *("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+        *("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+    ),
+    *_mean(
+        "queue_seconds_total",
+        "queue_waits_total",
+        *("vllm:request_queue_time_seconds", "sglang:queue_time_seconds"),
+    ),
 )
 WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUCCESS})
 
 
 def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
     """Metric values from one engine's page, without those it lacks. `rank`: node, role, replica, rank."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
     finished: dict[str, float] = {}
+    server = VLLM
     for name, labels, value, *_ in samples:
+        if name.startswith("sglang:"):
+            server = SGLANG
         if not math.isfinite(value):
             continue
         if name == _SUCCESS:
             reason = labels.get("finished_reason", OTHER)
             reason = reason if reason in REASONS else OTHER
             finished[reason] = finished.get(reason, 0.0) + value
-        elif name != _SLEEP_STATE or labels.get("sleep_state") == "awake":
-            found.setdefault(name, []).append(value)
+        elif not (
+            (name == _SLEEP_STATE and labels.get("sleep_state") != "awake")
+            or (name == _REALTIME and labels.get("mode") != "decode")
+            or (name in _BY_PRIORITY and labels.get("priority"))
+        ):
+            series = found.setdefault(name, {})
+            key = frozenset(item for item in labels.items() if item[0] not in _SAME_REQUESTS)
+            series[key] = max(series.get(key, value), value)
+    yield MetricValue(_INFO, (*rank, server), 1.0)
     for row in _ROWS:
         for name in row.names:
             if name in found:
-                yield MetricValue(row.metric, rank, float(row.join(found[name])))
+                yield MetricValue(row.metric, rank, float(row.join(found[name].values())))
                 break
     if awake := found.get(_SLEEP_STATE):
-        yield MetricValue(_AWAKE, rank, min(awake))
+        yield MetricValue(_AWAKE, rank, min(awake.values()))
     for reason, number in finished.items():
         yield MetricValue(_FINISHED, (*rank, reason), number)
 
 
-class VllmCollector:
+class EngineCollector:
     """`engines`: those of this node. A failing one has `up` 0, and each reason is logged once."""
 
-    name = "vllm"
+    name = "engines"
 
     def __init__(
         self,
@@ -136,7 +172,7 @@ class VllmCollector:
                 try:
                     _, samples = self._scraper.scrape(parse_address(engine.url))
                     if not samples:
-                        raise CollectorUnavailable(f"{engine.url}: no vLLM metric on this page")
+                        raise CollectorUnavailable(f"{engine.url}: no metric of vLLM or SGLang on this page")
                     values += engine_values(samples, rank)
                     self._failed_at.pop(engine, None)
                 except (CollectorUnavailable, ValueError) as e:  # ValueError: an invalid address in the job's settings
@@ -145,7 +181,7 @@ class VllmCollector:
             if why:
                 down[engine] = why
                 if self._down.get(engine) != why:
-                    logger.warning("vLLM of %s: %s", engine.replica, why)
+                    logger.warning("engine of %s: %s", engine.replica, why)
         self._down = down
         return CollectorReading((*values, *self._scraper.counts()))
 

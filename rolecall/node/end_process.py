@@ -13,7 +13,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from rolecall.core.errors import CommandRefused
-from rolecall.core.ids import process_start_ticks
 from rolecall.core.proc_stat import read_stat
 from rolecall.core.text import counted
 
@@ -47,10 +46,13 @@ def end_process(
             except ProcessLookupError:
                 continue
             stack.callback(os.close, fd)
-            if process_start_ticks(one, proc) == ticks and not _is_zombie(one, proc):
+            stat = read_stat(one, proc)
+            if stat is None or stat.start_ticks != ticks or stat.has_ended:
+                if one == pid:
+                    break  # its children, if there are any, are those of another process
+            elif one == pid or stat.parent in {parent for parent, _ in opened}:
+                # Of a parent that has ended since, another process may have had the PID when its children were read.
                 opened.append((one, fd))
-            elif one == pid:
-                break  # its children, if there are any, are those of another process
         if not opened or opened[0][0] != pid:
             return f"process {pid} with start time {start_ticks} is gone"
         try:

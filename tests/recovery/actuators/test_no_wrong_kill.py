@@ -18,6 +18,7 @@ from rolecall.core.config.actuators import (
     KubeRayActuator,
     KubernetesActuator,
     MilesActuator,
+    ProcessesActuator,
     SlurmActuator,
     TorchftActuator,
     VerlActuator,
@@ -26,11 +27,13 @@ from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, Call, HttpCal
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
 from rolecall.recovery.actuators.targets.miles import Miles
+from rolecall.recovery.actuators.targets.processes import Processes
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Order
 from rolecall.recovery.actuators.targets.torchft import Torchft
 from rolecall.recovery.actuators.targets.verl import Verl
 from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
+from tests.recovery.actuators.kernel_fake import FakeKernel, Process, run_node_end
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes
 from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
 from tests.recovery.actuators.verl_fake import Engine, FakeVerl
@@ -38,6 +41,8 @@ from tests.recovery.actuators.verl_fake import Engine, FakeVerl
 CASES = 1000
 HTTP_FAULTS = (500, 503, 403, 409, 410, 404, 422, 429, 401, NOT_SENT, NO_STATUS, 200, 201)
 COMMAND_FAULTS = (1, 127, NO_STATUS, 0)
+NODE_FAULTS = (1, 2, 127, 255, NO_STATUS)
+"""Of ssh and of `rolecall node end`: another exit code than 0, or no end within the deadline."""
 TEXTS = ("", "oops", "{}", "[]", '{"message": "no"}', '{"metadata": {"name": "x"}}', "Invalid job id specified")
 
 
@@ -179,6 +184,80 @@ def test_jobs(unit: str) -> None:
         assert set(fake.drained) <= ({node} & set(mine.nodes) if given.leave_node else set()), (seed, it)
         assert told(it), (seed, it)
         ends["replaced" if fake.ended else "refused"] += 1
+    assert min(ends.values()) > CASES / 10, ends
+
+
+def test_processes_of_slime_and_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rolecall node end` itself, on nodes in memory: three engines on two nodes under the same PIDs, each a server with
+    a core and its worker. Between any two of its looks and signals processes end, and others get their PIDs."""
+    ends = {"replaced": 0, "refused": 0, "stale": 0}
+    for seed in range(CASES):
+        rng = random.Random(f"processes {seed}")
+        kernels = {node: FakeKernel() for node in ("n-1", "n-2")}
+        engines: dict[tuple[str, int], list[Process]] = {}
+        for node, kernel in kernels.items():
+            for number in range(3):
+                pid = 40 + 10 * number
+                traits = {"mine": rng.random() < 0.95, "obeys": rng.random() < 0.8, "stuck": rng.random() < 0.05}
+                engines[node, number] = [
+                    kernel.start(pid, **traits),
+                    kernel.start(pid + 1, parent=pid, **traits),
+                    kernel.start(pid + 2, parent=pid + 1, **traits),
+                ]
+        where, mine = rng.choice(("n-1", "n-2")), rng.randrange(3)
+        may_end = set(map(id, engines[where, mine]))
+        seen, wrong = engines[where, mine][0], rng.random()
+        pid, start_ticks = seen.pid, seen.start_ticks
+        if wrong < 0.2:  # it has ended; its PID is free, or that of another engine
+            kernels[where].over(seen)
+            may_end = set()
+            if rng.random() < 0.7:
+                kernels[where].start(seen.pid)
+                kernels[where].start(seen.pid + 5, parent=seen.pid)
+            ends["stale"] += 1
+        elif wrong < 0.3:  # another start time than that of the process
+            start_ticks += rng.choice((-1, 1, 1000))
+            may_end = set()
+
+        def later(
+            kernel: FakeKernel = kernels[where],
+            rng: random.Random = rng,
+            family: list[Process] = engines[where, mine],
+            share: float = rng.choice((0.0, 0.05, 0.3)),
+        ) -> None:
+            """One of the family ends, and others get its PID or have that as their parent."""
+            if rng.random() < share:
+                one = rng.choice(family)
+                kernel.over(one)
+                for pid, parent in ((one.pid, 1), (rng.choice((one.pid + 1, rng.randrange(300, 400))), one.pid)):
+                    if pid not in kernel.processes:
+                        kernel.start(pid, parent)
+
+        def change(call: Call, kernel: FakeKernel = kernels[where], seen: Process = seen) -> None:
+            if seen.runs:
+                kernel.over(seen)
+                kernel.start(seen.pid)
+
+        kernels[where].meanwhile = later
+        config = {"kind": "processes", "run_on_node": ["ssh", "{node}"], "grace_seconds": rng.choice((0, 0, 2))}
+        who = replace(member(f"rollout/{mine}", where, pid=pid), start_ticks=start_ticks)
+        others = tuple(
+            replace(member(f"rollout/{n + 3}", node, pid=family[0].pid), start_ticks=family[0].start_ticks)
+            for (node, n), family in engines.items()
+            if (node, n) != (where, mine)
+        )
+
+        def answer(call: Call, kernels: dict[str, FakeKernel] = kernels) -> Reply:
+            return run_node_end(kernels, call, monkeypatch)
+
+        it = drive(
+            Processes(ProcessesActuator.model_validate(config)).replace(order(who, others=others)),
+            troubled(rng, answer, NODE_FAULTS, change),
+        )
+        ended = [one for kernel in kernels.values() for one in kernel.ended]
+        assert set(map(id, ended)) <= may_end, (seed, it, ended)
+        assert told(it) and len(it.calls) == 1, (seed, it)
+        ends["replaced" if ended else "refused"] += 1
     assert min(ends.values()) > CASES / 10, ends
 
 

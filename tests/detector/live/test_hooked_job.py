@@ -218,6 +218,20 @@ def test_a_pause_that_was_seen_before_is_not_suspected(job: Job) -> None:
     assert job.run(6.0) == [] and job.detector.suspicions == ()
 
 
+def test_the_longest_of_generations_between_two_steps_is_not_suspected(job: Job) -> None:
+    for _ in range(9):
+        job.stand({n: {"phase": "wait"} for n in range(4)})
+        job.run(45.0)
+        for rank in job.ranks:
+            rank.fixed, rank.cpu = {}, 0.9
+        job.run(3.0)
+    job.stand({n: {"phase": "wait"} for n in range(4)})
+    assert job.run(80.0) == [] and job.detector.suspicions == ()
+    assert job.run(20.0) == []
+    (suspicion,) = job.detector.suspicions
+    assert "2 x second longest 45" in suspicion.because
+
+
 def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> None:
     """A job whose steps take minutes may hang before it has made enough of them for a suspicion."""
     job = Job()

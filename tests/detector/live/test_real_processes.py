@@ -79,7 +79,7 @@ class Run:
 
     def units(self, replica: str) -> int:
         words = self.detector.progressing(replica, self.incarnations[replica])[1].split("has finished ")
-        return int(words[1].split()[0]) if len(words) > 1 else 0
+        return int(words[1].split()[0].replace(",", "")) if len(words) > 1 else 0
 
     def give_up(self, replica: str) -> None:
         """Ends it, as a replacement does."""

@@ -17,7 +17,7 @@ from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import UNCOUNTED, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.monitored_process import MonitoredProcess, learned_deadline
+from rolecall.detector.live.monitored_process import MonitoredProcess, learned_deadline, least_of_long_units
 from rolecall.detector.live.processes import finding, names
 from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Tick
 
@@ -53,7 +53,10 @@ class WaitStage(Stage):
         if not between:
             return
         role = ranks[0].role
-        deadline = learned_deadline(tick.fleet.gaps.p99(role, Phase.WAIT) or 0.0, tick.config)
+        gaps, ceiling = tick.fleet.gaps, tick.config.hang_ceiling_seconds
+        # Generations and evaluations lie here, too: a stack does not tell the longest of them from a hang.
+        long = [m for m in least_of_long_units(gaps, role, Phase.WAIT) if m.factor * m.seconds > ceiling]
+        deadline = learned_deadline(gaps.p99(role, Phase.WAIT) or 0.0, tick.config, long)
         longest = max(s.stall.wall for s in ranks)
         if longest < deadline.seconds:
             return

@@ -186,11 +186,14 @@ class Piece:
             known = incarnation_records(events, journal.actual())
         injected_at, node = float(record["injected_at"]), str(record["node"])
         plans = [e.payload.plan for e in events if isinstance(e.payload, ActionStarted)]
-        planned = {(str(t.replica), t.incarnation) for p in plans for t in p.targets}
+        targets = [t for p in plans for t in (*p.targets, *(t for t in p.lent if not is_standby(t.replica)))]
+        spare = [t for p in plans for t in p.lent if is_standby(t.replica)]  # standbys are there to be used up
+        planned = {(str(t.replica), t.incarnation) for t in targets}
         hit = self._hit(fault, record)
         hit_names = {name.partition("#")[0] for name in hit}  # an attempt may be made again
         others = [f"{replica}#{incarnation}" for replica, incarnation in sorted(planned) if replica not in hit_names]
-        excused = {life.pid for key, life in known.items() if key in planned} | {int(record["pid"])}
+        used_up = planned | {(str(t.replica), t.incarnation) for t in spare}
+        excused = {life.pid for key, life in known.items() if key in used_up} | {int(record["pid"])}
         lost = frozenset({node}) if fault.kind == "node-kill" else frozenset[str]()
         gone = innocents(last.before, find_processes(self._run.path), frozenset(excused), lost)
         restarted_at = restart_of(fault, events, injected_at, node)

@@ -23,7 +23,7 @@ LABELS_ALLOWED = frozenset(
     {*RANK, "phase", "state", "probe", "kind", "version"}
     | {*GPU, "uuid", "name", "link", "error", "reason", "xid", "action", "gpu_instance", "compute_instance", "profile"}
     | {"nic", "port", "interface", "priority", "mount", "device", "resource", "communicator", "collective"}
-    | {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector", "k"}
+    | {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector", "k", "server"}
 )
 """Every label that a metric may carry. All are bounded by the topology or by a closed set."""
 

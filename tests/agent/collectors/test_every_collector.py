@@ -100,7 +100,20 @@ def test_labels_of_the_catalogue_are_a_closed_set() -> None:
     who = {"node", "role", "replica", "rank"}
     devices = {"gpu", "uuid", "gpu_instance", "compute_instance", "nic", "port", "interface", "link", "device", "mount"}
     codes = {"xid", "error", "priority", "version"}
-    words = {"phase", "state", "name", "action", "reason", "profile", "kind", "resource", "collective", "probe", "k"}
+    words = {
+        "phase",
+        "state",
+        "name",
+        "action",
+        "reason",
+        "profile",
+        "kind",
+        "resource",
+        "collective",
+        "probe",
+        "k",
+        "server",
+    }
     sessions = {"communicator"}  # as many as live at a time, and bounded by the collector
     of_watch = {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector"}
     known = who | devices | codes | words | sessions | of_watch

@@ -330,7 +330,9 @@ class _Injection:
             with cpu_quota(victim.pid, self._cpu_share(victim) / self._factor) as num_throttled:
                 began, deadline = self._clock.wall(), self._clock.monotonic() + THROTTLED_SECONDS
                 while num_throttled() < THROTTLED_PERIODS:
-                    if self._clock.monotonic() > deadline or not victim.lives:
+                    if not victim.lives:
+                        raise InjectionRefused(f"{victim.target}: process {victim.pid} ended by itself")
+                    if self._clock.monotonic() > deadline:
                         raise InjectionRefused(
                             f"{self._kind}: {victim.target} computes too little for a CPU quota to slow it: "
                             f"throttled in {num_throttled()} periods of {THROTTLED_SECONDS:.0f} s"

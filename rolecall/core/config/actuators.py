@@ -73,7 +73,8 @@ class CommandActuator(Section):
 
 class ProcessesActuator(Section):
     """Ends the replica's processes, with their descendants, and leaves the rest to what started them: a launcher, or
-    the framework's own monitor (slime with `--use-fault-tolerance`, NeMo-RL with `generation_fleet_health`)."""
+    the framework's own monitor (slime, in older versions with `--use-fault-tolerance`; NeMo-RL with
+    `generation_fleet_health`)."""
 
     kind: Literal["processes"]
     run_on_node: tuple[str, ...] = ()

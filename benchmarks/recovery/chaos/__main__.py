@@ -43,6 +43,7 @@ def main() -> int:
     parser.add_argument("what", choices=("faults", "quiet", "schedule", "report"))
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--count", type=int, default=20, help="faults of the piece")
+    parser.add_argument("--first", type=int, default=0, help="fault to begin at, where several runs share a seed")
     parser.add_argument("--pieces", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="length of a run without faults")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="any setting of the job")
@@ -62,7 +63,7 @@ def main() -> int:
         if args.what == "quiet":
             run_quiet(args.minutes, facts, args.settings)
         elif args.what == "faults":
-            faults = piece(args.seed, read_lines(), args.count)
+            faults = piece(args.seed, read_lines(), args.count, args.first)
             if not faults:
                 print("no fault of the schedule is left")
                 break

@@ -187,15 +187,15 @@ def counted(lines: Iterable[Line]) -> dict[tuple[int, int], Line]:
     return found
 
 
-def piece(seed: int, lines: Sequence[Line], size: int) -> list[Fault]:
-    """The next faults of the schedule; no more lost nodes among them than there are spare ones."""
+def piece(seed: int, lines: Sequence[Line], size: int, first: int = 0) -> list[Fault]:
+    """The next faults of the schedule from `first` on; no more lost nodes among them than there are spare ones."""
     done = {number for (of_seed, number), line in counted(lines).items() if of_seed == seed and line["injected"]}
     tries: dict[int, int] = defaultdict(int)
     for line in lines:
         if line["line"] == "fault" and line["seed"] == seed:
             tries[line["number"]] += 1
     found, lost = list[Fault](), 0
-    for fault in schedule(seed):
+    for fault in schedule(seed)[first:]:
         if fault.number in done or tries[fault.number] >= TRIES_MAX:
             continue
         lost += fault.kind == "node-kill"

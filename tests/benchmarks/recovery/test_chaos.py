@@ -78,6 +78,7 @@ def test_a_piece_takes_what_is_left_and_no_more_lost_nodes_than_there_are_spare_
         found = schedule.piece(0, [], size)
         assert sum(f.kind == "node-kill" for f in found) <= schedule.SPARE_NODES
     assert schedule.piece(1, lines, 20)[0].number == 0, "lines of another seed"
+    assert [f.number for f in schedule.piece(0, lines, 3, first=500)] == [500, 501, 502]
 
 
 def test_a_fault_that_was_refused_is_tried_again_once() -> None:

@@ -17,6 +17,8 @@ from rolecall.core.proc_stat import read_stat
 from rolecall.core.text import counted
 
 POLL_SECONDS = 0.02
+IS_GONE = "is gone"
+"""Last words of the output if there was nothing to end."""
 
 
 def end_process(
@@ -54,7 +56,7 @@ def end_process(
                 # Of a parent that has ended since, another process may have had the PID when its children were read.
                 opened.append((one, fd))
         if not opened or opened[0][0] != pid:
-            return f"process {pid} with start time {start_ticks} is gone"
+            return f"process {pid} with start time {start_ticks} {IS_GONE}"
         try:
             if grace_seconds:
                 signal.pidfd_send_signal(opened[0][1], signal.SIGTERM)

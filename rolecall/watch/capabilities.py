@@ -626,7 +626,7 @@ def _actuator_for(at: _At) -> str:
     role = f"roles: [{rank.role}]"
     where = "docs/howto/replace.md"
     if rank.found_by == "slime-rollout":
-        return f"actuator: {{kind: processes}}, with --use-fault-tolerance in the job ({where})"
+        return f"actuator: {{kind: processes}}; older versions need --use-fault-tolerance in the job ({where})"
     if rank.found_by == "nemo-rl-rollout":
         return f"actuator: {{kind: processes}}, with generation_fleet_health in the job ({where})"
     if rank.found_by == "verl-rollout":

@@ -6,6 +6,7 @@ from rolecall.core.config.actuators import ProcessesActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.core.text import counted
+from rolecall.node.end_process import IS_GONE
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
 from rolecall.recovery.actuators.targets.target import Order
 
@@ -31,6 +32,7 @@ class Processes:
             raise ActuatorError(
                 f"the job runs on {', '.join(nodes)}: actuator.run_on_node must say how to reach a node"
             )
+        gone = 0
         for member in order.members:
             prefix = tuple(text.format(node=member.node) for text in config.run_on_node)
             reply = yield CommandCall(
@@ -47,4 +49,6 @@ class Processes:
             )
             if reply.status != 0:
                 raise ActuatorError(f"pid {member.pid} on {member.node}: {reply.shown}")
-        return f"ended {counted(len(order.members), 'process', 'processes')} of {named}"
+            gone += reply.text.rstrip().endswith(IS_GONE)
+        ended = f"ended {counted(len(order.members) - gone, 'process', 'processes')} of {named}"
+        return f"{ended}; {gone} had ended before" if gone else ended

@@ -265,6 +265,7 @@ def test_an_engine_that_is_gone_and_a_later_process_with_its_pid_are_left_alone(
     for who in (gone, recycled):
         it = end(who)
         assert it.changing and not it.error
+        assert it.done == "ended 0 processes of rollout/1#2; 1 had ended before"
         assert slime.pids() == before
     slime.check_health()
     assert slime.pids() == before

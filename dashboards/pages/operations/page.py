@@ -1,13 +1,13 @@
 """The Operations page: plans that await approval, and all operator commands. Nothing happens without a click."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 import streamlit as st
 
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.nodes import natural, node_names, quarantined
+from rolecall.dashboards.data.nodes import NodeRecord, natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import unwatched_words
 from rolecall.dashboards.pages.links import href
@@ -55,7 +55,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     if not snapshot.run.ended:
         _pause(reader, viewer, state)
         if snapshot.observed and not state.fleet.replicas:
-            _watched_job(snapshot)
+            _watched_job(reader, viewer, state, snapshot)
         else:
             _nodes(reader, viewer, state, incidents, now)
             _replica(reader, viewer, state)
@@ -173,8 +173,8 @@ def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
         as_commands(reader, viewer, resume)
 
 
-def _watched_job(snapshot: JournalSnapshot) -> None:
-    """What cannot be commanded, so that nobody looks for it."""
+def _watched_job(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnapshot) -> None:
+    """Says what cannot be commanded, too, so that nobody looks for it."""
     st.subheader("Nodes and replicas")
     places = {(r.replica, r.node) for r in snapshot.observed}
     st.text("rolecall only watches this job: it can neither drain its nodes nor replace its replicas.")
@@ -182,6 +182,9 @@ def _watched_job(snapshot: JournalSnapshot) -> None:
         st.text(plain(f"{replica} on {node}"))
     if len(places) > PLACES_SHOWN:
         st.text(f"and {len(places) - PLACES_SHOWN} more")
+    away = quarantined(state.events)
+    names = sorted({*(node for _, node in places), *away}, key=natural)
+    _quarantine(reader, viewer, names, away, "the watch calls the node unfit (/v1/unfit), and nothing else is done")
 
 
 def _nodes(reader: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident], now: float) -> None:
@@ -191,6 +194,15 @@ def _nodes(reader: Reader, viewer: Viewer, state: State, incidents: Sequence[Inc
     if not names:
         st.text("The journal contains no nodes.")
         return
+    node = _quarantine(reader, viewer, names, away, "no new replicas are placed on the node; running ones stay")
+    with st.expander("Drain: move all replicas off the node and quarantine it"):
+        _drain(reader, viewer, state, incidents, node, frozenset(away), now)
+
+
+def _quarantine(
+    reader: Reader, viewer: Viewer, names: Sequence[str], away: Mapping[str, NodeRecord], effect: str
+) -> str:
+    """Quarantine of one of `names`, or its return; the node that was chosen."""
     node = st.selectbox("Node", names, key="operations.node")
     if node in away:
         st.text(plain(f"{node} was quarantined by {away[node].quarantined_by}: {away[node].quarantined_because}"))
@@ -199,11 +211,10 @@ def _nodes(reader: Reader, viewer: Viewer, state: State, incidents: Sequence[Inc
         as_commands(reader, viewer, back)
     else:
         keep = OperatorCommand(what=Kind.QUARANTINE, on=node)
-        with st.expander("Quarantine: no new replicas are placed on the node; running ones stay"):
+        with st.expander(f"Quarantine: {effect}"):
             form(reader, viewer, f"quarantine:{node}", {"Quarantine": keep})
             as_commands(reader, viewer, keep)
-    with st.expander("Drain: move all replicas off the node and quarantine it"):
-        _drain(reader, viewer, state, incidents, node, frozenset(away), now)
+    return node
 
 
 def _drain(

@@ -100,7 +100,8 @@ def test_a_job_that_is_only_watched_offers_no_command_that_cannot_work(tmp_path:
     assert "trainer/0 on vm-1" in reported and "only watches this job" in reported
     assert "○ not executed in this mode" in reported and "would: replace trainer/0" in reported
     assert planned.digest not in "\n".join(c.value for c in at.code), "neither hold nor reject"
-    assert not any(b.label in ("Hold", "Reject", "Drain", "Quarantine", "Replace") for b in at.button)
+    assert not any(b.label in ("Hold", "Reject", "Drain", "Replace") for b in at.button)
+    assert 'rolecall node quarantine vm-1 --reason "REASON"' in "\n".join(c.value for c in at.code)
     first = next(e for e in at.main if e.type == "html" and "rc-banner" in e.proto.body)
     assert "No watch is running." in first.proto.body
 

@@ -22,11 +22,14 @@ prompt groups trained twice, or issued and neither trained nor dropped with a re
 
 The run's directory is on a small file system of its own, so that its disk can be filled; where this process may not
 mount one, that fault is not injected, and its line says so. Nodes in quarantine are returned after each fault, as by an
-operator; a lost node stays lost, and a piece ends before the spare nodes do.
+operator; a lost node stays lost, and a piece ends before the spare nodes do. SIGTERM ends a piece after the fault that
+was injected last.
 """
 
 import argparse
+import signal
 import sys
+import threading
 
 from benchmarks import common
 from benchmarks.recovery.chaos.lines import read_lines
@@ -59,7 +62,12 @@ def main() -> int:
         return 0
     commit = common.commit()
     facts = {"commit": commit, "seed": args.seed, "host": common.hardware()}
+    ends = threading.Event()
+    if args.what == "faults":
+        signal.signal(signal.SIGTERM, lambda *_: ends.set())
     for _ in range(args.pieces):
+        if ends.is_set():
+            break
         if args.what == "quiet":
             run_quiet(args.minutes, facts, args.settings)
         elif args.what == "faults":
@@ -67,7 +75,7 @@ def main() -> int:
             if not faults:
                 print("no fault of the schedule is left")
                 break
-            run_faults(faults, facts, args.settings)
+            run_faults(faults, facts, args.settings, ends)
     return write_report(args.commit.split(",") if args.commit else [commit])
 
 

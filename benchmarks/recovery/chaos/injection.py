@@ -53,9 +53,12 @@ class Injected:
 class Piece:
     """Injects faults into one run, beside it, and writes their lines."""
 
-    def __init__(self, faults: Sequence[Fault], facts: Mapping[str, Any], seconds: float) -> None:
-        """`seconds`: how long the run lasts."""
+    def __init__(
+        self, faults: Sequence[Fault], facts: Mapping[str, Any], seconds: float, ends: threading.Event | None = None
+    ) -> None:
+        """`seconds`: how long the run lasts. `ends`: once set, no further fault is injected."""
         self._faults, self._facts, self._seconds = faults, facts, seconds
+        self._ends = ends or threading.Event()
         self._lost_nodes: set[str] = set()
         self._last: Injected | None = None
         self.num_injected = 0
@@ -71,11 +74,14 @@ class Piece:
             for fault in self._faults:
                 self._calm(rng)
                 self._write_last()
+                if self._ends.is_set():
+                    break
                 if time.monotonic() > deadline:
                     raise TimeoutError("the run is too short for the next fault")
                 self._one(fault)
-            self._calm(rng)
-            self._write_last()
+            else:
+                self._calm(rng)
+                self._write_last()
         except Exception as e:  # noqa: BLE001 whatever it is, the run must end, and the line of the piece names it
             self.failure = f"{type(e).__name__}: {e}"
             print(f"the piece ends early: {self.failure}", flush=True)

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,9 +56,11 @@ def disk_of_its_own(path: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=10)
 
 
-def run_faults(faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequence[str]) -> None:
+def run_faults(
+    faults: Sequence[Fault], facts: Mapping[str, Any], settings: Sequence[str], ends: threading.Event
+) -> None:
     minutes = (START_SECONDS + ONE_FAULT_SECONDS) / 60 + FAULT_MINUTES * len(faults)
-    beside = Piece(faults, facts, minutes * 60)
+    beside = Piece(faults, facts, minutes * 60, ends)
     runs = common.RUNS / "small-disk"
     with disk_of_its_own(runs):
         line = soak.one_run(

@@ -270,9 +270,14 @@ class ScriptedPiece(injection.Piece):
     """Faults of processes that do not exist, in a run that is only a journal."""
 
     def __init__(
-        self, faults: list[Fault], run: Path, calm: Callable[[int], None] = lambda n: None, seconds: float = 3600.0
+        self,
+        faults: list[Fault],
+        run: Path,
+        calm: Callable[[int], None] = lambda n: None,
+        seconds: float = 3600.0,
+        ends: threading.Event | None = None,
     ) -> None:
-        super().__init__(faults, {"seed": 0}, seconds)
+        super().__init__(faults, {"seed": 0}, seconds, ends)
         self.num_calm, self._in_calm = 0, calm
         self(run, threading.Event())
 
@@ -320,6 +325,19 @@ def test_what_happens_between_two_faults_counts_with_the_first(scripted: tuple[P
     assert (piece.failure, piece.num_injected, piece.num_calm) == ("", 2, 3)
     assert [len(line["alarms"]) for line in (first, second)] == [1, 0]
     assert [line["others_in_plans"] for line in (first, second)] == [["trainer/0#1"], []]
+
+
+def test_a_piece_that_is_to_end_judges_its_last_fault_and_injects_no_other(scripted: tuple[Path, Journal]) -> None:
+    ends = threading.Event()
+
+    def calm(number: int) -> None:
+        if number == 1:
+            ends.set()
+
+    piece = ScriptedPiece(two_faults(), scripted[0], calm, ends=ends)
+    (line,) = read_lines()
+    assert (line["number"], line["injected"], line["reason"]) == (0, True, "no incident")
+    assert (piece.failure, piece.num_injected) == ("", 1) and piece.is_done.is_set()
 
 
 @pytest.mark.parametrize(

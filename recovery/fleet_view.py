@@ -12,6 +12,7 @@ from rolecall.core.journal.payloads.run import RunStarted
 from rolecall.core.membership import (
     COMPUTING_ROLES,
     HYBRID_ROLES,
+    SHARING_ROLE,
     STANDBY_ROLES,
     Actual,
     Desired,
@@ -23,8 +24,6 @@ from rolecall.core.membership import (
 LIVING = (ReplicaState.READY, ReplicaState.SERVING)
 DEAD = (ReplicaState.LOST, ReplicaState.STOPPED)
 HYBRID = "hybrid"
-SHARING_ROLE = "reward"
-"""Its replicas need no device and may share a node with any other one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

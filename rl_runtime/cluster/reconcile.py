@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
-from rolecall.core.membership import STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
+from rolecall.core.membership import SHARING_ROLE, STANDBY_ROLES, Actual, Desired, ReplicaState, is_standby
 
 REFILL_SECONDS = 5.0
 """Delay before a used-up standby is replaced: its start takes a core for seconds, which the promoted replica needs to
@@ -205,11 +205,14 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
 
 
 def free_nodes(fleet: ClusterState) -> list[NodeId]:
-    """Nodes without a live or pending replica, excluding quarantined ones."""
-    used = {a.node for a in fleet.actual.values() if a.state in LIVING}
-    current = {r for (r, i), a in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
-    used |= {d.node for r, d in fleet.desired.items() if r not in current}
-    return [n for n in fleet.nodes if n not in used and n not in fleet.quarantined]
+    """Nodes where no replica that computes lives or is awaited, excluding quarantined ones; those with reward workers
+    last."""
+    current = {r for (r, i), _ in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
+    placed = [(a.replica, a.node) for a in fleet.actual.values() if a.state in LIVING]
+    placed += [(r, d.node) for r, d in fleet.desired.items() if r not in current]
+    shared = {node for replica, node in placed if split_replica(replica)[0] == SHARING_ROLE}
+    used = {node for replica, node in placed if split_replica(replica)[0] != SHARING_ROLE} | {*fleet.quarantined}
+    return sorted((n for n in fleet.nodes if n not in used), key=lambda n: n in shared)
 
 
 def place(job: JobConfig) -> dict[ReplicaId, NodeId]:

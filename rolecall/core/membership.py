@@ -20,6 +20,9 @@ promoted; it then takes the name of the replica it replaces."""
 COMPUTING_ROLES = frozenset({"trainer", "rollout", *STANDBY_ROLES})
 """Roles whose ranks need a device, and whose replicas therefore have a node of their own."""
 
+SHARING_ROLE = "reward"
+"""Its replicas need no device and may share a node with any other one."""
+
 
 def is_standby(replica: str) -> bool:
     return role_of(replica) in STANDBY_ROLES

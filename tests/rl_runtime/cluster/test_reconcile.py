@@ -287,6 +287,19 @@ def test_no_refill_without_a_free_node() -> None:
     assert reconcile(world, NOW) == []
 
 
+def test_a_node_with_reward_workers_alone_is_free_but_chosen_last() -> None:
+    """As for recovery, which would place a replica there."""
+    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)]
+    rewards = [have("reward/0", node="node-0", pid=20), have("reward/1", node="node-4", pid=21)]
+    everything = [*others, *rewards, used]
+    world = fleet([want(a.replica, 1, a.node) for a in everything], everything)
+    assert free_nodes(world) == ["node-5", "node-6", "node-4"]
+    full = replace(world, nodes=world.nodes[:5])
+    (refill,) = reconcile(full, NOW)
+    assert isinstance(refill, RefillStandby) and refill.node == "node-4"
+
+
 class World:
     """Performs instructions as the supervisor would, and lets recovery and fate act at random."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from rolecall.core.text import counted, escape, in_words, percent, seconds
 from rolecall.reports.charts import evaluation_chart, key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
-from rolecall.views.phases import PHASES_LEAD, PhaseTime, phase_times
+from rolecall.views.phases import LOST_LEAD, PHASES_LEAD, PhaseTime, phase_times
 
 Report = Mapping[str, Any]
 
@@ -28,6 +28,7 @@ def render_html(report: Report) -> str:
         *[_incident(i, key_of(n)) for n, i in enumerate(report["incidents"])],
         *[_missed(f, key_of(len(report["incidents"]) + n)) for n, f in enumerate(report["missed"])],
         _phases(report),
+        _lost(report),
         _audit(report),
         _proofs(report),
         _remarks(report),
@@ -283,6 +284,21 @@ def _phases(report: Report) -> str:
 
 def _phase_cells(t: PhaseTime) -> tuple[str, ...]:
     return (str(t.num), seconds(t.median_seconds), seconds(t.worst_seconds), seconds(t.total_seconds), percent(t.share))
+
+
+def _lost(report: Report) -> str:
+    """Replica-seconds by phase; empty if none were lost."""
+    lost = report["lost_replica_seconds"]
+    total = sum(filter(None, lost.values()))
+    if not total:
+        return ""
+    rows = [
+        (where, "–" if spent is None else f"{spent:,.1f} ({percent(spent / total)})") for where, spent in lost.items()
+    ]
+    return (
+        f'<h2>Replica-seconds lost</h2><p class="lead">{escape(LOST_LEAD)}</p><div class="card scroll"><table><tbody>'
+        f"{_rows([*rows, ('together', f'{total:,.1f}')])}</tbody></table></div>"
+    )
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> str:

@@ -37,7 +37,7 @@ from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import counted
 from rolecall.reports.html import render_html
 from rolecall.views.audit import COMPLETED, REPORT_JSON, RunAudit, audit_journal
-from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
+from rolecall.views.ettr import Loss, charges, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
 from rolecall.views.incidents import (
     InjectedFault,
     MatchedIncidents,
@@ -47,7 +47,7 @@ from rolecall.views.incidents import (
 )
 from rolecall.views.lifetimes import IncarnationRecord, Key, PidsKept, incarnation_records, pids_kept
 from rolecall.views.mfu import MfuMeter, RoleMfu, role_mfu
-from rolecall.views.phases import phases_of_run
+from rolecall.views.phases import RecoveryPhases, lost_by_incident, lost_in_run, phases_of_run
 
 SCHEMA_VERSION = 1
 """Of report.json. Reports of another schema are not compared."""
@@ -197,6 +197,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     begun = zero if began is None else began
     worked_until = committed[-1].at if committed else end
     lost = losses(joined, worked_until)
+    phases = phases_of_run(joined.summaries, facts.events)
     kept = pids_kept(
         facts.known,
         [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
@@ -237,10 +238,10 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "training_started_seconds": round(begun - zero, 3),
         "num_tokens": sum(s.num_tokens for s in committed),
         "mfu": {role: asdict(mfu) for role, mfu in _mfu(facts).items()},
-        **_effective(facts, begun, worked_until, lost, zero, baseline),
+        **_effective(facts, begun, worked_until, lost, phases, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
         "incidents": [s.to_dict(end) for s in joined.summaries],
-        "recovery_phases": [p.to_dict() for p in phases_of_run(joined.summaries, facts.events)],
+        "recovery_phases": [p.to_dict() for p in phases if p.has_action],
         "faults_injected": len(facts.replica_faults),
         "helper_faults": _helper_faults(facts),
         "missed": [f.to_dict() for f in joined.missed],
@@ -342,12 +343,16 @@ def _effective(
     begun: float,
     until: float,
     lost: Sequence[Loss],
+    phases: Sequence[RecoveryPhases],
     zero: float,
     baseline: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     first_members = {r for r, _ in facts.known}
     rollouts = sum(r.startswith("rollout/") for r in first_members)
     trainers = sum(r.startswith("trainer/") for r in first_members)
+
+    charged = charges(lost, begun, until, num_rollouts=rollouts, num_trainers=trainers)
+    by_incident = lost_by_incident(charged, phases)
 
     def ratio(start: float, count_rollouts: bool = True) -> float | None:
         value = ettr(begun, until, lost, num_rollouts=rollouts, num_trainers=trainers, count_rollouts=count_rollouts)
@@ -360,6 +365,9 @@ def _effective(
         "ettr_paper": ratio(begun, count_rollouts=False),
         "ettr_with_start": ratio(zero),
         "ettr_baseline": baseline.get("ettr") if baseline else None,
+        "lost_replica_seconds": {
+            where: None if spent is None else round(spent, 3) for where, spent in lost_in_run(by_incident).items()
+        },
     }
 
 

@@ -240,6 +240,10 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
     ratio = "-" if report["ettr"] is None else f"{100 * report['ettr']:.1f} %"
     parts.append(_line(("ETTR ", "dim"), (ratio, "bold"), ("  weights proven ", "dim"), (str(report["weights_proven"]), "bold"),  # noqa: E501
                        ("  processes kept ", "dim"), (str(report["pids"]["num_kept"]), "bold")))  # fmt: skip
+    lost = report["lost_replica_seconds"]
+    if lost:
+        spent = ", ".join(f"{where} {'–' if amount is None else f'{amount:,.1f}'}" for where, amount in lost.items())
+        parts.append(Text.assemble(("lost, replica-seconds: ", "dim"), spent))
     for row in report["verdict"]:
         sign = ("✓ ", "green") if row["ok"] else ("✕ ", "bold red")
         parts.append(_line(sign, (f"{row['what']}: {row['because']}", "")))

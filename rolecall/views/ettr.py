@@ -18,7 +18,7 @@ to its last committed step. An open incident costs its suspects from the onset u
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -102,6 +102,21 @@ class Loss:
     @property
     def role(self) -> str:
         return role_of(self.replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Charge:
+    """Work lost from `since` until `until`, wall seconds, charged to one loss. `replicas`: how many do not count then,
+    a fraction where the losses of a moment exceed the replicas of the run."""
+
+    role: str
+    loss: Loss
+    since: float
+    until: float
+    replicas: float
+
+    def replica_seconds(self, start: float = -math.inf, end: float = math.inf) -> float:
+        return self.replicas * max(0.0, min(self.until, end) - max(self.since, start))
 
 
 def _number(value: float | None) -> float:
@@ -222,22 +237,22 @@ def waiting_trainers(lost: Sequence[Loss], trainers: Iterable[str]) -> list[tupl
     return [(replica, until - since) for replica in others if until > since]
 
 
-def lost_seconds(
+def charges(
     lost: Iterable[Loss], start: float, end: float, *, num_rollouts: int, num_trainers: int
-) -> dict[tuple[str, Loss], float]:
-    """Seconds of the whole run lost between `start` and `end`, by role and by the loss that is charged.
+) -> Iterator[Charge]:
+    """What is lost between `start` and `end`, in order of time.
 
-    Their sum is (1 - ETTR) x duration. A second lost to several faults at once is charged to the loss that began first;
-    a stalled trainer is charged for all trainers.
+    Time lost to several faults at once is charged to the loss that began first; a stalled trainer is charged for all
+    trainers.
     """
     total = num_rollouts + num_trainers
     here = sorted((c for c in lost if c.until > start and c.since < end), key=lambda c: (c.since, c.replica))
     if total == 0 or end <= start or not here:
-        return {}
+        return
     cuts = {start, end} | {t for c in here for t in (c.since, c.until, c.stalled_until) if start < t < end}
     begins = [c.since for c in here]
     active: list[Loss] = []
-    taken, found = 0, dict[tuple[str, Loss], float]()
+    taken = 0
     for left, right in pairwise(sorted(cuts)):
         upto = bisect_left(begins, right)
         active = [c for c in (*active, *here[taken:upto]) if c.until > left]
@@ -245,8 +260,19 @@ def lost_seconds(
         units = _idle_replicas([c for c in active if c.since <= left], left, num_trainers)
         idle = sum(units.values())
         scale = min(1.0, total / idle) if idle else 0.0
-        for key, unit in units.items():
-            found[key] = found.get(key, 0.0) + (right - left) * unit * scale / total
+        for (role, loss), unit in units.items():
+            yield Charge(role=role, loss=loss, since=left, until=right, replicas=unit * scale)
+
+
+def lost_seconds(
+    lost: Iterable[Loss], start: float, end: float, *, num_rollouts: int, num_trainers: int
+) -> dict[tuple[str, Loss], float]:
+    """Seconds of the whole run lost between `start` and `end`, by role and by the loss that is charged. Their sum is
+    (1 - ETTR) x duration."""
+    found: dict[tuple[str, Loss], float] = {}
+    for c in charges(lost, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers):
+        seconds = c.replica_seconds() / (num_rollouts + num_trainers)
+        found[c.role, c.loss] = found.get((c.role, c.loss), 0.0) + seconds
     return found
 
 

@@ -74,6 +74,11 @@ def test_the_page_shows_the_run(report: dict[str, Any]) -> None:
     for incident in report["incidents"]:
         assert incident["because"] in text and incident["plan"] in text and incident["verified"] in text
     assert re.search(r"Where the time went.*Phase.*detect.*decide.*restart.*reconnect.*recompute", text, re.DOTALL)
+    lost = report["lost_replica_seconds"]
+    assert re.search(rf"Replica-seconds lost.*detect.*{lost['detect']:,.1f} \(\d+ %\).*together.*\d", text, re.DOTALL)
+    unknown = _read(render_html({**report, "lost_replica_seconds": {"detect": 2.0, "decide": None}})).text
+    assert re.search(r"detect\s*2\.0 \(100 %\)\s*decide\s*–\s*together\s*2\.0", unknown)
+    assert "Replica-seconds lost" not in _read(render_html({**report, "lost_replica_seconds": {}})).text
     for word in ("rollout-kill on rollout/1", "8.90 s", "standby/0", "pid 4108", "4,194,304", report["config_digest"]):
         assert word in text, word
 

@@ -18,6 +18,7 @@ from rolecall.reports.html import render_html
 from rolecall.reports.report import environment, make_report, read_facts, write_report
 from rolecall.views import ettr as effective
 from rolecall.views.audit import REPORT_JSON
+from rolecall.views.phases import PHASES
 from tests.events import filled
 from tests.fake_run import HANG, KILL, FakeRun, made_health
 
@@ -62,6 +63,12 @@ def test_the_report_of_a_run_with_resolved_incidents(fake_run: RunDir) -> None:
         assert phases["incident_id"] == incident["incident_id"] and phases["detect"] == incident["detected_seconds"]
         serving = phases["decide"] + phases["restart"] + phases["reconnect"]
         assert serving == pytest.approx(incident["serving_seconds"], abs=5e-3)
+    lost = report["lost_replica_seconds"]
+    assert list(lost) == list(PHASES) and lost["detect"] > lost["decide"] > 0.0
+    training = report["steps"][-1]["at"] - report["training_started_seconds"]
+    assert sum(lost.values()) == pytest.approx(5 * training * (1 - report["ettr"]), rel=1e-2), (
+        "two trainers, three rollouts"
+    )
     assert report["ettr_with_start"] < report["ettr"]
     assert report["wall_seconds"] == pytest.approx(report["ended_at"] - report["started_at"], abs=1e-3)
 

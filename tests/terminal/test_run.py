@@ -378,6 +378,10 @@ def test_the_summary_has_the_audit_and_the_path_of_the_report(fake_run: RunDir) 
     assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +2\.05 s", text)
     assert "".join(report["html"].split()) in "".join(text.split())
     assert "✓ processes kept" in text
+    assert f"lost, replica-seconds: detect {report['lost_replica_seconds']['detect']:,.1f}, decide " in text
+    assert ", recompute 0.0" in " ".join(printed(summary(report), 60).split()), "wrapped, not cut"
+    unknown = {**report, "lost_replica_seconds": {"detect": 2.0, "decide": None}}
+    assert "lost, replica-seconds: detect 2.0, decide –" in printed(summary(unknown))
     bad = {**report, "ok": False, "audit": {**report["audit"], "ok": False, "problems": ["ledger line 3 was changed"]}}
     assert "ledger line 3 was changed" in printed(summary(bad))
 

@@ -10,10 +10,10 @@ from typing import Any
 from benchmarks.recovery.ettr.schedule import NUM_ROLLOUTS, NUM_TRAINERS
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.run import StepCommitted
-from rolecall.views.ettr import Loss, ettr, losses, lost_seconds, steps, training_began
+from rolecall.views.ettr import Loss, charges, ettr, losses, steps, training_began
 from rolecall.views.incidents import InjectedFault, summarize_incidents
 from rolecall.views.lifetimes import IncarnationRecord, Key
-from rolecall.views.phases import PHASES, Commits, recovery_phases
+from rolecall.views.phases import Commits, lost_by_phase, recovery_phases
 
 ENDED_SECONDS = 60.0
 """What is reported of a cluster within so long after it was ended is about that end."""
@@ -35,6 +35,7 @@ def measured(
     lost = cold_losses(known, faults, killed_at, end) if killed_at else losses(joined, end)
     every = [e.as_(StepCommitted) for e in events if e.kind is EventKind.STEP_COMMITTED]
     shares = partial(ettr, began, end, lost, num_rollouts=NUM_ROLLOUTS, num_trainers=NUM_TRAINERS)
+    charged = list(charges(lost, began, end, num_rollouts=NUM_ROLLOUTS, num_trainers=NUM_TRAINERS))
     gaps = [b.at - a.at for a, b in pairwise(committed)]
     pace = statistics.median(gaps) if gaps else end - began
     commits_at = [(e.wall_at, e.as_(StepCommitted).step) for e in events if e.kind is EventKind.STEP_COMMITTED]
@@ -58,6 +59,7 @@ def measured(
             started_at=started,
             made=made,
             commits=commits,
+            incident_id=summary.incident.incident_id,
         )
         role, _, index = fault.target.partition("/")
         recovery: dict[str, Any] = {
@@ -67,8 +69,8 @@ def measured(
         }
         served = [r.serving_at - started for r in made if r.serving_at is not None] if started is not None else []
         recovery["away"] = round(statistics.fmean(served), 3) if served else None
-        recovery["lost"] = lost_by_phase(lost, fault.injected_at, phases.seconds)
-        recoveries.append({**recovery, **phases.seconds, "whole": phases.whole})
+        recovery["lost"] = {phase: round(seconds, 1) for phase, seconds in lost_by_phase(charged, phases).items()}
+        recoveries.append({**recovery, **phases.to_dict()})
     return {
         "num_steps": len(committed),
         "seconds_to_n": end - began,
@@ -86,20 +88,6 @@ def measured(
         "killed_at": list(killed_at),
         "recoveries": recoveries,
     }
-
-
-def lost_by_phase(lost: Sequence[Loss], since: float, seconds: Mapping[str, float | None]) -> dict[str, float]:
-    """Replica-seconds that were lost in each phase of a recovery, up to the first phase that is not known. `since`: the
-    time of the fault, wall seconds."""
-    found = {}
-    for phase in PHASES:
-        lasted = seconds[phase]
-        if lasted is None:
-            break
-        shares = lost_seconds(lost, since, since + lasted, num_rollouts=NUM_ROLLOUTS, num_trainers=NUM_TRAINERS)
-        found[phase] = round((NUM_ROLLOUTS + NUM_TRAINERS) * sum(shares.values()), 1)
-        since += lasted
-    return found
 
 
 def position(began: float, commits: Sequence[tuple[float, int]], step_seconds: float, at: float) -> float:

@@ -17,6 +17,7 @@ from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.statistics import (
     FEW,
+    EttrBreakdown,
     Precision,
     Slice,
     precision_summary,
@@ -40,7 +41,7 @@ from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
-from rolecall.views.phases import PHASES, PHASES_LEAD
+from rolecall.views.phases import AFTERWARDS, LOST_LEAD, NOT_KNOWN, PHASES, PHASES_LEAD, lost_in_run
 
 AUDIT_NOW = "accounting.audit"
 ETTR_HELP = "Effective training time ratio: share of the time in which rollouts and trainers did useful work."
@@ -56,7 +57,12 @@ VALUES_MAX = 24
 BAR_INK = "#0b1016"
 ETTR_PIXELS = 180
 RECOVERIES_SHOWN = 50
-PHASE_COLOURS = dict(zip(PHASES, ("#d9822b", "#b8931c", "#3b7dd8", "#1f9e89", "#8e5bd1"), strict=True))
+PHASE_COLOURS = {
+    **dict(zip(PHASES, ("#d9822b", "#b8931c", "#3b7dd8", "#1f9e89", "#8e5bd1"), strict=True)),
+    AFTERWARDS: "#8a7350",
+    NOT_KNOWN: charts.CLASS_COLOURS["cannot_tell"],
+    UNDETECTED: charts.CLASS_COLOURS[UNDETECTED],
+}
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
@@ -213,6 +219,41 @@ def _effective(statistics: IncidentStatistics) -> None:
             f"{times.num_replicas:,} times as many, for the run's rollouts and trainers. An open incident counts until "
             "now."
         )
+    _lost_by_phase(times)
+
+
+def _lost_by_phase(times: EttrBreakdown) -> None:
+    lost = lost_in_run(times.by_phase)
+    known = {where: spent for where, spent in lost.items() if spent is not None}
+    total = sum(known.values())
+    if not total:
+        return
+    st.markdown("**Lost replica-seconds by phase of recovery**")
+    st.html(stacked([_segment(w, _amount(spent), spent / total, PHASE_COLOURS[w]) for w, spent in known.items()]))
+    rows: list[list[Cell]] = [
+        [where, "–", "–", "–"]
+        if spent is None
+        else [where, _amount(spent), seconds(spent / times.num_replicas), percent(spent / total)]
+        for where, spent in {**lost, "together": total}.items()
+    ]
+    st.html(small_table(["phase", "replica-seconds", "of the whole run", "share"], rows))
+    st.caption(LOST_LEAD)
+    newest = [(which, its) for which, its in reversed(list(times.by_phase.items())) if which][:RECOVERIES_SHOWN]
+    if not newest:
+        return
+    with st.expander(f"Replica-seconds of the newest {counted(len(newest), 'incident')}"):
+        run = chosen_run()
+        columns = list(lost_in_run(dict(newest)))
+        of_incidents: list[list[Cell]] = [
+            [Link(which, href(which, run)),
+             *(_amount(its[where]) if where in its else "–" for where in columns), _amount(sum(its.values()))]
+            for which, its in newest
+        ]  # fmt: skip
+        st.html(small_table(["incident", *columns, "together"], of_incidents, stack=True))
+
+
+def _amount(replica_seconds: float) -> str:
+    return f"{replica_seconds:,.1f}"
 
 
 def _utilisation(statistics: IncidentStatistics) -> None:
@@ -378,7 +419,8 @@ def _recovery(statistics: IncidentStatistics) -> None:
         "progress."
     )
     st.subheader("Where the time of the recoveries went")
-    st.html(stacked([_segment(p.phase, p.total_seconds, p.share, PHASE_COLOURS[p.phase]) for p in statistics.phases]))
+    bar = [_segment(p.phase, seconds(p.total_seconds), p.share, PHASE_COLOURS[p.phase]) for p in statistics.phases]
+    st.html(stacked(bar))
     phases: list[list[Cell]] = [
         [p.phase, str(p.num), seconds(p.median_seconds), seconds(p.worst_seconds), seconds(p.total_seconds),
          percent(p.share)]
@@ -397,8 +439,8 @@ def _recovery(statistics: IncidentStatistics) -> None:
         st.html(small_table(["incident", *PHASES, "fault to commit"], rows, stack=True))
 
 
-def _segment(name: str, spent: float, share: float, colour: str) -> Segment:
-    return Segment(share=share, name=name, text=f"{seconds(spent)}, {percent(share)}", colour=colour)
+def _segment(name: str, spent: str, share: float, colour: str) -> Segment:
+    return Segment(share=share, name=name, text=f"{spent}, {percent(share)}", colour=colour)
 
 
 def _episodes(statistics: IncidentStatistics) -> None:
@@ -413,7 +455,7 @@ def _episodes(statistics: IncidentStatistics) -> None:
             ("detect", detect, PHASE_COLOURS["detect"]),
             ("until it was over", over, PHASE_COLOURS["restart"]),
         )
-        st.html(stacked([_segment(name, spent, spent / total, colour) for name, spent, colour in parts]))
+        st.html(stacked([_segment(name, seconds(spent), spent / total, colour) for name, spent, colour in parts]))
     rows: list[list[Cell]] = [
         [
             Link(e.incident_id, href(e.incident_id, run)),

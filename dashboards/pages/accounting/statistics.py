@@ -1,7 +1,8 @@
 """Statistics over the incidents of a run: lost time, detection and recovery times, diagnosis precision. Pure.
 
 Lost time: ETTR is 1 - lost time / time of each hour, with the lost time of `views/ettr.py`. A live run counts up to
-now, an ended one up to its last committed step. `views.ettr.lost_seconds` attributes the lost time to incidents.
+now, an ended one up to its last committed step. `views.ettr.charges` attributes the lost time to incidents,
+`views.phases.lost_by_incident` to the phases of their recoveries.
 
 Detection times are compared with the goals, by detection channel. The time to detect of an injected fault starts at the
 injection. For any other fault it starts at the diagnosed onset, which the same detector estimates, so the two are shown
@@ -14,15 +15,16 @@ valid for few reviews and when all of them were right.
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FAULTS, DetectionChannel
 from rolecall.core.text import percent
 from rolecall.recovery.incidents import Incident
-from rolecall.views.ettr import UNDETECTED, Loss, Step, losses, lost_seconds
+from rolecall.views.ettr import UNDETECTED, Charge, Step, charges, losses
 from rolecall.views.incidents import IncidentSummary, MatchedIncidents
+from rolecall.views.phases import RecoveryPhases, lost_by_incident
 
 HOUR_SECONDS = 3600.0
 SHORT_RUNS = ((1800.0, 60.0), (3 * HOUR_SECONDS, 300.0))
@@ -64,12 +66,14 @@ class EttrBreakdown:
     by_role: tuple[LostTimeShare, ...]
     by_class: tuple[LostTimeShare, ...]
     by_incident: tuple[LostTimeShare, ...]  # the first ten
+    by_phase: Mapping[str, Mapping[str, float]]  # incident -> where -> replica-seconds, of `lost_by_incident`
     num_replicas: int
 
 
 def times(
     joined: MatchedIncidents,
     committed: Sequence[Step],
+    phases: Iterable[RecoveryPhases],
     *,
     began: float,
     until: float,
@@ -77,6 +81,7 @@ def times(
     num_trainers: int,
 ) -> EttrBreakdown:
     """`began`, `until`: of training, wall seconds."""
+    num_replicas = num_rollouts + num_trainers
     found = losses(joined, until)
     width = next((width for shorter, width in SHORT_RUNS if until - began < shorter), HOUR_SECONDS)
     first = max(began // width, (until // width) - SLICES_MAX + 1)
@@ -84,36 +89,39 @@ def times(
     ends = [*edges[1:], until]
     commits, opened = sorted(s.at for s in committed), sorted(s.incident.opened_at for s in joined.summaries)
     slices = []
-    charged: list[tuple[str, Loss, float]] = []
+    charged: list[Charge] = []
     for start, end in zip(edges, ends, strict=True):
         if end <= start:
             continue
-        lost = lost_seconds(found, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers)
-        charged += [(role, loss, seconds) for (role, loss), seconds in lost.items()]
+        here = list(charges(found, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers))
+        lost = sum(c.replica_seconds() for c in here) / num_replicas if num_replicas else 0.0
+        charged += here
         slices.append(
             Slice(
                 start=start,
                 end=end,
-                ettr=1.0 - sum(lost.values()) / (end - start) if num_rollouts + num_trainers else None,
-                lost_seconds=sum(lost.values()),
+                ettr=1.0 - lost / (end - start) if num_replicas else None,
+                lost_seconds=lost,
                 # The last commit ends the counted time of an ended run and is included.
                 num_steps=(bisect_right if end == until else bisect_left)(commits, end) - bisect_left(commits, start),
                 num_incidents=bisect_left(opened, end) - bisect_left(opened, start),
             )
         )
     total = sum(s.end - s.start for s in slices)
-    lost_total = sum(seconds for _, _, seconds in charged)
+    lost_total = sum(s.lost_seconds for s in slices)
+    parts = [(c, c.replica_seconds() / num_replicas) for c in charged]
     return EttrBreakdown(
         slice_seconds=width,
         slices=tuple(slices),
-        ettr=1.0 - lost_total / total if total > 0 and num_rollouts + num_trainers else None,
+        ettr=1.0 - lost_total / total if total > 0 and num_replicas else None,
         training_seconds=total,
         lost_seconds=lost_total,
-        by_cause=_causes((role, loss.fault, seconds) for role, loss, seconds in charged),
-        by_role=_ranked((role, seconds) for role, _, seconds in charged),
-        by_class=_ranked((loss.fault, seconds) for _, loss, seconds in charged),
-        by_incident=_ranked((loss.incident_id or UNDETECTED, seconds) for _, loss, seconds in charged)[:TOP_INCIDENTS],
-        num_replicas=num_rollouts + num_trainers,
+        by_cause=_causes((c.role, c.loss.fault, seconds) for c, seconds in parts),
+        by_role=_ranked((c.role, seconds) for c, seconds in parts),
+        by_class=_ranked((c.loss.fault, seconds) for c, seconds in parts),
+        by_incident=_ranked((c.loss.incident_id or UNDETECTED, seconds) for c, seconds in parts)[:TOP_INCIDENTS],
+        by_phase=lost_by_incident(charged, phases),
+        num_replicas=num_replicas,
     )
 
 

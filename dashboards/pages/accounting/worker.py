@@ -206,18 +206,20 @@ class AccountingWorker:
             watched=lease is not None and lease.expires_at > now,
             has_open_incident=any(s.incident.closed_at is None for s in joined.summaries),
         )
+        phases = phases_of_run(joined.summaries, events)
+        recoveries = tuple(p for p in phases if p.has_action)
         replicas = {r for r, _ in known}
         counted = None
         if began is not None and until is not None and until > began:
             counted = times(
                 joined,
                 committed,
+                phases,
                 began=began,
                 until=until,
                 num_rollouts=sum(r.startswith("rollout/") for r in replicas),
                 num_trainers=sum(r.startswith("trainer/") for r in replicas),
             )
-        recoveries = phases_of_run(joined.summaries, events)
         return IncidentStatistics(
             times=counted,
             detection=detection(joined.summaries),

@@ -8,11 +8,12 @@ from benchmarks.recovery.ettr import measures
 from benchmarks.recovery.ettr.report import report
 from benchmarks.recovery.ettr.schedule import ROLES, schedule
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.views.ettr import Loss, ettr
+from rolecall.views.ettr import ettr
 from rolecall.views.incidents import InjectedFault
 from rolecall.views.lifetimes import IncarnationRecord
 from rolecall.views.phases import PHASES
 from tests.events import made_event
+from tests.views.test_incidents import Tale
 
 K = EventKind
 MEMBERS = [[f"trainer/{n}", 1] for n in range(2)] + [[f"rollout/{n}", 1] for n in range(3)]
@@ -50,16 +51,17 @@ def test_steps_that_are_trained_again_are_counted_and_delay_the_last_one() -> No
     assert found["rewards"] == [[10.0, 0.1], [50.0, 0.5], [60.0, 0.6]], "of a step that was undone the last"
 
 
-def test_replica_seconds_are_lost_in_the_phase_in_which_a_replica_stands_still() -> None:
-    rollout = Loss(replica="rollout/1", since=10.0, until=18.0)
-    trainer = Loss(replica="trainer/0", since=40.0, until=70.0, stalled_until=65.0)
-    phases = {"detect": 1.0, "decide": 2.0, "restart": 4.0, "reconnect": 1.0, "recompute": 20.0}
-    found = measures.lost_by_phase([rollout, trainer], 10.0, phases)
-    assert found == {"detect": 1.0, "decide": 2.0, "restart": 4.0, "reconnect": 1.0, "recompute": 0.0}
-    # Both trainers until the interrupted step is committed at 65, then the lost one alone.
-    of_trainer = measures.lost_by_phase([rollout, trainer], 40.0, phases | {"restart": 20.0, "reconnect": 7.0})
-    assert of_trainer == {"detect": 2.0, "decide": 4.0, "restart": 40.0, "reconnect": 4.0 + 5.0, "recompute": 0.0}
-    assert measures.lost_by_phase([trainer], 40.0, phases | {"restart": None}) == {"detect": 2.0, "decide": 4.0}
+def test_a_recovery_has_its_times_and_what_was_lost_in_each_phase() -> None:
+    tale = Tale()
+    tale.events = commits((15.0, 0))
+    tale.opened(21.0, "i", "trainer/0").acted(23.0, "i", "trainer/0").say(40.0, K.STEP_COMMITTED, step=1)
+    tale.resolved(41.0, "i").say(50.0, K.STEP_COMMITTED, step=2)
+    made = IncarnationRecord(replica="trainer/0", incarnation=2, ready_at=33.0, serving_at=35.0)
+    fault = InjectedFault(kind="trainer-kill", target="trainer/0", injected_at=20.0)
+    (recovery,) = measures.measured(tale.events, {("trainer/0", 2): made}, [fault], [])["recoveries"]
+    assert recovery["incident_id"] == "i" and recovery["whole"] == 20.0
+    assert [recovery[phase] for phase in PHASES] == [1.0, 2.0, 10.0, 2.0, 5.0]
+    assert recovery["lost"] == {"detect": 2.0, "decide": 4.0, "restart": 20.0, "reconnect": 4.0, "recompute": 0.0}
 
 
 def test_in_a_cold_restart_every_replica_is_lost_until_it_serves() -> None:

@@ -1,6 +1,7 @@
 """The Accounting page in all its states, and its worker thread."""
 
 import json
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -20,7 +21,7 @@ from rolecall.dashboards.pages.charts import CLASS_COLOURS
 from rolecall.dashboards.settings import Settings
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
-from rolecall.views.phases import PHASES
+from rolecall.views.phases import NOT_KNOWN, PHASES, lost_in_run
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
 from tests.dashboards.made_runs import MadeRun
 from tests.events import filled
@@ -63,6 +64,9 @@ def test_a_finished_run_is_accounted_for(finished: World) -> None:
         ("no progress", 1, 1.0),
         ("slow", 1, 1.0),
     ]
+    lost = lost_in_run(statistics.times.by_phase)
+    assert tuple(lost) == PHASES and list(statistics.times.by_phase) == ["i-1", "i-2", "i-3"]
+    assert sum(filter(None, lost.values())) == pytest.approx(5 * statistics.times.lost_seconds)
     assert all(d.injected for d in statistics.detection)
     assert [(p.phase, p.num) for p in statistics.phases] == [(phase, 3) for phase in PHASES]
     assert len(statistics.recoveries) == 3 and statistics.episodes == (), "each has an action"
@@ -176,6 +180,34 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     assert all(f">{name}</a>" in tables for name in ("i-1", "i-2", "i-3")) and ">fault to commit<" in tables
     assert reported.index("Where the time of the recoveries went") < reported.index("Diagnosis precision")
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
+
+
+def _replica_seconds(made: World) -> dict[str, str]:
+    """Of the table by phase: phase -> replica-seconds."""
+    at = page("accounting", made)
+    assert not at.exception
+    assert "**Lost replica-seconds by phase of recovery**" in [m.value for m in at.markdown]
+    bodies = [h.proto.body for h in at.get("html")]
+    (table,) = [body for body in bodies if ">replica-seconds<" in body]
+    return {name: amount for name, amount in re.findall(r"<tr><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>", table)}
+
+
+def test_lost_replica_seconds_by_phase_add_up_on_the_page(finished: World) -> None:
+    shown = _replica_seconds(finished)
+    assert list(shown) == [*PHASES, "together"]
+    amounts = {phase: float(amount) for phase, amount in shown.items()}
+    assert amounts.pop("together") == pytest.approx(sum(amounts.values()), abs=0.3)
+
+
+def test_phases_that_are_not_known_are_no_zeros_on_the_page(tmp_path: Path) -> None:
+    clock = FakeClock(now=0.0, wall_offset=SystemClock().wall() - 100.0)
+    made = MadeRun(tmp_path, clock=clock)
+    clock.advance(60.0)
+    made.open("trainer/1")
+    shown = _replica_seconds(World(run=made.run, users_path=tmp_path / "users.yaml"))
+    assert list(shown) == [*PHASES, NOT_KNOWN, "together"]
+    assert shown["detect"] == "6.0", "two trainers, from the onset 3 s before the finding"
+    assert all(shown[phase] == "–" for phase in PHASES[1:]), "no action has started"
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -22,6 +22,7 @@ from rolecall.recovery.incidents import Incident, fold
 from rolecall.views.ettr import UNDETECTED, Step, ettr, losses
 from rolecall.views.incidents import IncidentSummary, InjectedFault, MatchedIncidents
 from rolecall.views.lifetimes import IncarnationRecord
+from rolecall.views.phases import NOT_KNOWN, phases_of_run
 from tests.dashboards.acting_world import diagnosis
 from tests.events import made_event
 
@@ -58,7 +59,8 @@ def _step(number: int, at: float) -> Step:
 
 
 def _times(joined: MatchedIncidents, began: float, until: float, committed: tuple[Step, ...] = ()):  # type: ignore[no-untyped-def]
-    return times(joined, committed, began=began, until=until, num_rollouts=3, num_trainers=1)
+    phases = phases_of_run(joined.summaries, ())
+    return times(joined, committed, phases, began=began, until=until, num_rollouts=3, num_trainers=1)
 
 
 def test_each_hour_by_itself_and_together_the_whole() -> None:
@@ -77,6 +79,9 @@ def test_each_hour_by_itself_and_together_the_whole() -> None:
     assert found.lost_seconds == pytest.approx(0.1875 * HOUR)
     assert sum(s.lost_seconds for s in found.slices) == pytest.approx(found.lost_seconds)
     assert [(p.name, round(p.share, 3)) for p in found.by_incident] == [("i-1", 0.667), ("i-2", 0.333)]
+    # Found at once; when the replacement was ready is not known.
+    assert found.by_phase["i-1"] == pytest.approx({"detect": 0.0, "decide": 1.0, NOT_KNOWN: 0.5 * HOUR - 1.0})
+    assert sum(sum(lost.values()) for lost in found.by_phase.values()) == pytest.approx(4 * found.lost_seconds)
     assert [p.name for p in found.by_role] == ["rollout"]
     assert [p.name for p in found.by_class] == ["crash"]
 

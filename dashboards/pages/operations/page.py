@@ -7,7 +7,7 @@ import streamlit as st
 
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.nodes import NodeRecord, natural, node_names, quarantined
+from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import unwatched_words
 from rolecall.dashboards.pages.links import href
@@ -33,6 +33,7 @@ from rolecall.dashboards.pages.shell import chosen_run, data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
 from rolecall.dashboards.pages.style import Cell, Link, banner, table
 from rolecall.recovery.incidents import Incident
+from rolecall.recovery.nodes import NodeRecord
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
 PLANS_SHOWN = 20

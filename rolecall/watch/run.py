@@ -319,6 +319,8 @@ def watch_run(
         other_jobs: Callable[[], tuple[str, ...]] = tuple
         if only_job and only_job != ALL_JOBS:
             chosen = OneJobSource(chosen, only_job, clock)
+            if watched.orphans is not None:
+                logger.warning("orphans belong to no job: with --job %s none is seen, and none is ended", only_job)
         elif not ours and not only_job:
             chosen = first = FirstJobSource(chosen)
             other_jobs = lambda: first.others

@@ -128,3 +128,13 @@ def test_replicas_and_orphans_have_the_modes_of_the_watch_file(
     assert acquired is not None
     told = acquired.as_(LeaseAcquired)
     assert (told.mode, told.orphans_mode) == modes
+
+
+@pytest.mark.parametrize(("only_job", "warned"), [("4711", True), ("all", False), ("", False)])
+def test_a_watch_of_one_job_says_that_it_ends_no_orphans(
+    only_job: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, stop = parse_watched({"orphans": {"mode": "act"}}), threading.Event()
+    run = observing_run(tmp_path, "job", {"n": "http://127.0.0.1:9"}, watched=file)
+    watching.watch_run(run, stop=stop, show=lambda _: stop.set(), only_job=only_job)
+    assert ("orphans belong to no job: with --job 4711 none is seen" in caplog.text) is warned

@@ -86,6 +86,8 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     if situation.observing:
         watched = plan.because.startswith(WATCHED)
         because = plan.because if watched else f"mode is observe: rolecall only observes; it would {plan.intent}"
+        if plan.action is ActionKind.END_ORPHAN:
+            because += f"; {incident.diagnosis.advice}"
         attempt = incident.attempt
         needed = plan.action is not ActionKind.TOLERATE or (attempt is not None and attempt.page_oncall)
         return GuardResult(MODE, because, page_oncall=needed and not incident.requested_by_operator)

@@ -49,6 +49,7 @@ from rolecall.core.journal.payloads.recovery import (
 )
 from rolecall.core.journal.payloads.run import RunEnded
 from rolecall.core.journal.rows import DamagedLine
+from rolecall.detector.base.findings import ORPHAN
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,11 @@ class Incident:
     def last_seq(self) -> int:
         """Journal line of its newest event."""
         return int(self.last_event_id.removeprefix("e"))
+
+    @property
+    def is_of_orphan(self) -> bool:
+        """Whether an orphan is at fault: it may have another mode than what concerns replicas."""
+        return ORPHAN in self.diagnosis.detectors
 
     @property
     def requested_by_operator(self) -> bool:

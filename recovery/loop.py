@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
+from rolecall.core.config.section import RecoveryMode
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.errors import (
     ActuatorError,
@@ -138,13 +139,18 @@ class Watch:
         run_id: str = "",
         poll_seconds: float = 0.25,
         evidence_collector: EvidenceCollector | None = None,
+        reaper: Actuator | None = None,
+        orphans_mode: RecoveryMode = "observe",
     ) -> None:
-        """`poll_seconds`: longest wait of one poll for new data."""
+        """`poll_seconds`: longest wait of one poll for new data. `reaper`: acts on incidents of orphans, in
+        `orphans_mode`; None: `actuator` does, in the mode of `config`."""
         self._journal, self._actuator = journal, actuator
         self._detector = FaultTolerantDetector(source, detector, clock)
         if not actuator.supports:
             config = config.model_copy(update={"mode": "observe"})
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
+        self._reaper = reaper
+        self._orphans_config = config if reaper is None else config.model_copy(update={"mode": orphans_mode})
         self._poll_seconds = poll_seconds
         self._projection = IncidentProjection()
         self._notifications = NotificationSender(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
@@ -245,7 +251,8 @@ class Watch:
         if lease is None:
             return False
         if before is None or before.fence != lease.fence:
-            acquired = LeaseAcquired(holder=self._holder, fence=lease.fence, mode=self._config.mode)
+            mode, orphans_mode = self._config.mode, self._orphans_config.mode
+            acquired = LeaseAcquired(holder=self._holder, fence=lease.fence, mode=mode, orphans_mode=orphans_mode)
             self._write(acquired, key=f"lease:{LEASE_NAME}:{lease.fence}")
             self._notifications.adopt(self._journal)
             recent = self._clock.wall() - ADOPTED_SECONDS
@@ -372,6 +379,13 @@ class Watch:
 
     # --- steps of incidents -------------------------------------------------------------------------------------------
 
+    def _actuator_of(self, incident: Incident) -> Actuator:
+        return self._reaper if self._reaper is not None and incident.is_of_orphan else self._actuator
+
+    def _config_of(self, incident: Incident) -> RecoveryConfig:
+        """With the mode of this incident."""
+        return self._orphans_config if incident.is_of_orphan else self._config
+
     def _advance(self, incident_id: str) -> None:
         for _ in range(MOVES_PER_TICK_MAX):
             incident = self._projection.incidents.get(incident_id)
@@ -382,8 +396,9 @@ class Watch:
                 incident,
                 situation.incidents,
                 fleet=situation.fleet,
-                config=self._config,
-                supports=self._actuator.supports,
+                config=situation.config,
+                # Of an orphan also what is possible for replicas: the dashboard reads it from the newest plan.
+                supports=self._actuator.supports | self._actuator_of(incident).supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
                 committed_at=self._committed_at() if incident.state is IncidentState.OPEN else None,
                 returned_at=self._returned_at(),
@@ -397,7 +412,7 @@ class Watch:
             elif isinstance(move, Decide):
                 verdict = decide(move.question)
                 created = PlanCreated(
-                    plan=self._with_side_effects(verdict.plan, situation.fleet),
+                    plan=self._with_side_effects(verdict.plan, situation.fleet, self._actuator_of(incident)),
                     page_oncall=verdict.page_oncall,
                     outcome=str(verdict.outcome),
                     question=move.question.to_dict(),
@@ -408,12 +423,12 @@ class Watch:
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
 
-    def _with_side_effects(self, plan: Plan, fleet: FleetView) -> Plan:
+    def _with_side_effects(self, plan: Plan, fleet: FleetView, actuator: Actuator) -> Plan:
         """What the actuator would end besides. Of replicas that are not counted no number is known: the actuator
         refuses such a plan."""
-        seen = [v for name in self._actuator.also_ends(plan) if (v := fleet.find(name)) is not None]
+        seen = [v for name in actuator.also_ends(plan) if (v := fleet.find(name)) is not None]
         ends = (PlanTarget(replica=v.replica, incarnation=v.desired_incarnation, node=v.node) for v in seen)
-        return replace(plan, also_hit=tuple(self._actuator.also_hit(plan)), also_ends=tuple(ends))
+        return replace(plan, also_hit=tuple(actuator.also_hit(plan)), also_ends=tuple(ends))
 
     def _returned_at(self) -> dict[str, float]:
         """Node -> when it was last returned to service, wall seconds."""
@@ -443,6 +458,7 @@ class Watch:
     def _perform(self, incident: Incident, move: Perform) -> bool:
         """Returns whether the action has ended; else it is under way, and is performed further in the next tick."""
         assert self._lease is not None and incident.attempt is not None
+        actuator = self._actuator_of(incident)
         for event in events_before_plan(
             incident,
             move.plan,
@@ -452,11 +468,11 @@ class Watch:
             channel=self._notifier.channel,
         ):
             self._append(incident, event)
-        if not self._actuator.schedules:
+        if not actuator.schedules:
             self._forget(move.plan)  # before it dies
         lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
         try:
-            result = self._actuator.perform(move.plan, self._lease, lost)
+            result = actuator.perform(move.plan, self._lease, lost)
         except ActuatorError as e:
             result = ActionResult(done=False, because=str(e))
         except JournalError:
@@ -467,8 +483,8 @@ class Watch:
             if not self._failures.last_try(incident.incident_id):
                 raise
             logger.exception("%s: the actuator failed again", incident.incident_id)
-            result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
-        if self._actuator.schedules and self._has_begun(incident):
+            result = ActionResult(done=False, because=f"{actuator.name} raises {type(e).__name__}: {e}")
+        if actuator.schedules and self._has_begun(incident):
             # Before the next look at its processes. What was refused before any call still runs, and may fail again.
             self._forget(move.plan)
         if result is None:
@@ -504,14 +520,15 @@ class Watch:
     def _situation(self, incident: Incident) -> Situation:
         now = self._clock.wall()
         stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
-        observing, since = self._config.mode == "observe", self._detector.since
+        config, since = self._config_of(incident), self._detector.since
+        observing = config.mode == "observe"
         paused = self._journal.flag(PAUSED_FLAG)
         if observing and incident.opened_at < since:
             since += REDISCOVERY_SECONDS
         return Situation(
             now=now,
             fleet=self._fleet(),
-            config=self._config,
+            config=config,
             incidents=tuple(self._projection.incidents.values()),
             paused=paused,
             begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
@@ -572,6 +589,7 @@ class Watch:
         return {
             "holder": self._holder,
             "mode": self._config.mode,
+            "orphans_mode": self._orphans_config.mode,
             "paused": self._journal.flag(PAUSED_FLAG) is not None,
             "open_incidents": len(self._projection.open_incidents()),
             "detection_error": self._detector.error,

@@ -34,7 +34,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
 from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
-from rolecall.recovery.incidents import IncidentProjection
+from rolecall.recovery.incidents import Incident, IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views import observed_capabilities, observed_course, observed_ranks
 from rolecall.views.incidents import InjectedFault, parse_injections
@@ -63,7 +63,7 @@ class Fold:
         self.run, self.projection, self.trends = RunSnapshotProjection(), IncidentProjection(), RunTrendsProjection()
         self.damaged: list[DamagedLine] = []
         self.quarantined: set[str] = set()
-        self.mode = ""
+        self.mode, self.orphans_mode = "", ""
         self.seq, self.hash = 0, ""  # of the newest event that was applied
         self.reader = JournalReader(page_events=CHUNK_EVENTS, wanted=self._wanted)
         self._planned = False  # since the last `take`
@@ -92,8 +92,8 @@ class Fold:
                     self.quarantined.add(node)
                 case NodeReturnedToService(node=node):
                     self.quarantined.discard(node)
-                case LeaseAcquired(mode=mode):
-                    self.mode = mode
+                case LeaseAcquired(mode=mode, orphans_mode=of_orphans):
+                    self.mode, self.orphans_mode = mode, of_orphans
         if events and events[-1].seq > self.seq:
             self.seq, self.hash = events[-1].seq, events[-1].hash
 
@@ -278,6 +278,8 @@ class JournalSnapshot:
     """The lease of the watch, current or expired."""
     mode: str = ""
     """Mode of the watch: observe, approve, act. Empty: no watch has started yet."""
+    orphans_mode: str = ""
+    """The same for incidents of orphans; empty: as `mode`."""
     quarantined: frozenset[str] = frozenset()  # nodes
     trends: RunTrends = field(default_factory=RunTrends)
     observed: tuple[ObservedRank, ...] = ()  # ranks of a job that rolecall only watches, as the two below
@@ -287,6 +289,10 @@ class JournalSnapshot:
     @property
     def usable(self) -> bool:
         return self.read_at is not None and self.version > 0
+
+    def mode_of(self, incident: Incident) -> str:
+        """For this incident."""
+        return (self.orphans_mode if incident.is_of_orphan else "") or self.mode
 
     @property
     def watched(self) -> bool:
@@ -499,6 +505,7 @@ class _Following:
             num_damaged=len(fold.damaged) + len(self._records.damaged),
             lease=lease,
             mode=fold.mode,
+            orphans_mode=fold.orphans_mode,
             quarantined=frozenset(fold.quarantined),
             trends=self._trends(fold, now, lease),
             observed=self._records.observed,

@@ -73,7 +73,10 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         step = f"step {snapshot.course[-1].step:,}"
     took = f"for {age(run.elapsed_seconds)}" if run.started_at is not None and not run.ended and not stalled else ""
     mode = f"mode {snapshot.mode}" if snapshot.mode and not run.ended else ""
-    mode += ": no action is taken" if snapshot.mode == MODE_OBSERVE and mode else ""
+    if mode and snapshot.orphans_mode not in ("", snapshot.mode):
+        mode += f", of orphans {snapshot.orphans_mode}"
+    elif snapshot.mode == MODE_OBSERVE and mode:
+        mode += ": no action is taken"
     because = snapshot.projection.ended or "" if run.ended else ""
     if because == f"{run.step + 1} steps":
         because = ""  # the step says it

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from rolecall.core.text import in_words, plain, utc
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, would_do
-from rolecall.dashboards.pages.operations.plans import PlanRow, PlanStatus, plan_rows
+from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident
 
@@ -49,12 +49,9 @@ NOT_YET_KNOWN = "not yet known"
 """The cost of an open incident without a known loss. It is never shown as 0."""
 
 
-def _row(incident: Incident, mode: str, now: float) -> PlanRow | None:
-    return next(iter(plan_rows([incident], mode, now)), None)
-
-
 def status_of(incident: Incident, mode: str, now: float) -> str:
-    """One of `GLYPHS`: the outcome of a closed incident, else the state of its newest plan. `mode`: of the watch."""
+    """One of `GLYPHS`: the outcome of a closed incident, else the state of its newest plan. `mode`: of the watch
+    for this incident."""
     attempt = incident.attempt
     if incident.outcome is not None:
         return str(incident.outcome)
@@ -66,7 +63,7 @@ def status_of(incident: Incident, mode: str, now: float) -> str:
         return ONLY_OBSERVED
     if attempt.failure is not None:
         return ACTION_FAILED
-    row = _row(incident, mode, now)
+    row = plan_row(incident, mode, now)
     return NO_ACTION if row is None else _OF_PLAN[row.status]
 
 
@@ -76,7 +73,7 @@ def doing(incident: Incident, mode: str, now: float) -> str:
 
 
 def _doing(incident: Incident, mode: str, now: float) -> str:
-    attempt, row = incident.attempt, _row(incident, mode, now)
+    attempt, row = incident.attempt, plan_row(incident, mode, now)
     if attempt is None:
         return "planning the recovery"
     plan = attempt.plan

@@ -23,7 +23,6 @@ from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import Call, Procedure, Reply
-from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.actuators.targets.target import OF_ANOTHER_JOB, Member, Order, Target
 from rolecall.recovery.borrowing import Comeback
 from rolecall.recovery.policy import ORPHAN
@@ -67,11 +66,8 @@ class ExternalActuator:
         clock: Clock,
         *,
         deadline_seconds: float,
-        reaper: Reaper | None = None,
     ) -> None:
-        """`reaper`: ends orphans; None: nothing does."""
-        self.name, self._reaper = target.name, reaper
-        self.supports = target.supports | ({ActionKind.END_ORPHAN} if reaper is not None else frozenset())
+        self.name, self.supports = target.name, target.supports
         self._target, self._journal, self._members, self._clock = target, journal, members, clock
         self._deadline_seconds = deadline_seconds
         self._pool = ThreadPoolExecutor(PLANS_AT_ONCE, thread_name_prefix="actuator")
@@ -164,11 +160,6 @@ class ExternalActuator:
         now = self._clock.monotonic()
         return _UnderWay(orders=[order], fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
 
-    def _procedure(self, order: Order) -> Procedure:
-        if self._reaper is not None and order.incarnation == 0:
-            return self._reaper.end(order)
-        return self._target.replace(order)
-
     def _is_stale(self, state: _UnderWay) -> bool:
         """Whether what it has read may no longer hold, and there is time to read it anew. Not while the reply to a
         change is due, which is not lost."""
@@ -232,7 +223,7 @@ class ExternalActuator:
             if state.procedure is None:
                 if len(state.done) == len(state.orders):
                     return None
-                state.procedure, reply = self._procedure(state.orders[len(state.done)]), None
+                state.procedure, reply = self._target.replace(state.orders[len(state.done)]), None
             try:
                 return next(state.procedure) if reply is None else state.procedure.send(reply)
             except StopIteration as e:

@@ -27,6 +27,7 @@ from rolecall.core.journal.payloads.recovery import (
     DiagnosisReviewed,
     HoldLifted,
     HoldPlaced,
+    LeaseAcquired,
     NodeDrained,
     NodeQuarantined,
     NodeReturnedToService,
@@ -97,10 +98,12 @@ def _is_only_watched(journal: Journal) -> bool:
 
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
     """No further action starts until `resume_recovery`. Returns the confirmation to print. Raises CommandRefused:
-    rolecall only watches the run."""
+    rolecall only watches the run, and ends no orphans."""
     check_request(by, because)
     with journal_of(location) as journal:
-        _refuse_watched(location, journal, "rolecall takes no action on it, so there is nothing to pause")
+        acquired = journal.last(EventKind.LEASE_ACQUIRED)
+        if acquired is None or acquired.as_(LeaseAcquired).orphans_mode in ("", "observe"):
+            _refuse_watched(location, journal, "rolecall takes no action on it, so there is nothing to pause")
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))

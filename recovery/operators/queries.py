@@ -75,6 +75,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     return {
         "run": str(location.run_id),
         "mode": acquired.as_(LeaseAcquired).mode if acquired else None,
+        "orphans_mode": acquired.as_(LeaseAcquired).orphans_mode or None if acquired else None,
         "watch": {"holder": lease.holder, "fence": lease.fence} if lease and state is WatchState.LEADS else None,
         "watch_state": str(state),
         "lost_watch": {"holder": lease.holder, "expired_at": lease.expires_at}

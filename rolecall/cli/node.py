@@ -64,8 +64,8 @@ def doctor(
         str | None,
         typer.Option(
             "--job",
-            help="A job that runs: its run id or MASTER_ADDR:MASTER_PORT, or all. Lists what a watch can see, name "
-            "and replace in it, and why not the rest.",
+            help="A job that runs: its run id or MASTER_ADDR:MASTER_PORT, or all. Lists what a watch can see, name, "
+            "replace and end in it, and why not the rest.",
             metavar="NAME",
         ),
     ] = None,

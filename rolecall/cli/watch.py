@@ -179,7 +179,7 @@ def watch_agents(
         Path | None,
         typer.Option(
             "--config",
-            help="YAML file with recovery, detector, and the actuator that replaces a replica (default: observe).",
+            help="YAML file: recovery, detector, orphans, and the actuator that replaces a replica (default: observe).",
             metavar="FILE",
         ),
     ] = None,
@@ -192,7 +192,7 @@ def watch_agents(
 ) -> int:
     """Watch any job through the agents of its nodes.
 
-    Observes only, unless --config has an actuator and recovery.mode approve or act.
+    Observes only, unless --config has an actuator with recovery.mode approve or act, or orphans with such a mode.
     Exit code 1 if a fault was found."""
     from rolecall.core.clock import SystemClock
     from rolecall.core.config.watched import load_watched

@@ -93,6 +93,8 @@ def _progress(progress: Mapping[str, Any], num_steps: int | None) -> list[Text]:
 
 def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
     mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
+    if value.get("orphans_mode") not in (None, value["mode"]):
+        mode += f"of orphans {value['orphans_mode']}, "
     start = f"start one: {command}"
     match value["watch_state"]:
         case WatchState.LEADS:

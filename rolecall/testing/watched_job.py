@@ -41,12 +41,19 @@ END_SECONDS = 30.0
 
 
 class WatchedJob:
-    """`folder`: everything that it writes. `code`: of each replica. `environment`: beside that of this process."""
+    """`folder`: everything that it writes. `code`: of each replica. `environment`: beside that of this process.
+    `agent_settings`: further lines of the agent's file."""
 
     def __init__(
-        self, folder: Path, replicas: tuple[str, ...], code: str = STEPS, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        replicas: tuple[str, ...],
+        code: str = STEPS,
+        environment: Mapping[str, str] | None = None,
+        agent_settings: str = "",
     ) -> None:
         self.folder, self.replicas, self._code = folder, replicas, code
+        self._agent_settings = agent_settings
         self.data_dir = folder / "agent"
         self.data_dir.mkdir(parents=True)
         self._started: list[subprocess.Popen[bytes]] = []
@@ -55,7 +62,7 @@ class WatchedJob:
     def start_agent(self) -> None:
         """It sees only what registers: other jobs of this machine are not part of this one."""
         config = self.folder / "agent.yaml"
-        config.write_text("jobs: {enabled: false}\n")
+        config.write_text(f"jobs: {{enabled: false}}\n{self._agent_settings}")
         options = ["--config", str(config), "--node", "node-1", "--data-dir", str(self.data_dir), "--port", "0"]
         self.start([sys.executable, "-m", "rolecall.agent", *options])
 

@@ -1,4 +1,4 @@
-"""What a watch can see, name and replace in the job that it watches, and why not the rest, as it last found out.
+"""What a watch can see, name, replace and end in the job that it watches, and why not the rest, as it last saw it.
 
 Its watch keeps it in one flag of the journal, for ranks that can the same together (`rolecall/watch/visibility.py`).
 """
@@ -16,8 +16,8 @@ YES, PARTLY, NO, NONE = "yes", "partly", "no", "none"
 
 @dataclass(frozen=True, slots=True)
 class ObservedCapability:
-    """`about`: seen, named or replaced. `can`: one of the four above. `because`: by what, or why not. `fix`: what the
-    user can do; empty: nothing. `ranks`: whose it is, as `trainer/0 0-3`."""
+    """`about`: seen, named, replaced or ended. `can`: one of the four above. `because`: by what, or why not. `fix`:
+    what the user can do; empty: nothing. `ranks`: whose it is, as `trainer/0 0-3`."""
 
     about: str
     name: str

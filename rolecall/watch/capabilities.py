@@ -1,4 +1,5 @@
-"""What a watch can see, name and replace in a job as it runs now, and why not the rest (`rolecall doctor --job`). Pure.
+"""What a watch can see, name, replace and end in a job as it runs now, and why not the rest. Pure (`rolecall doctor
+--job`).
 
     samples and registrations of a minute, state of the agents, dry runs of the actuator  ->  capabilities of each rank
 
@@ -30,6 +31,7 @@ from rolecall.detector.live.run_panels import PEERS_MIN
 from rolecall.detector.live.stages.exits.uninstrumented import STARVED_SECONDS, STOPPED_SECONDS, STUCK_SECONDS
 from rolecall.detector.live.stages.progress.skipped import RANKS_MIN as RANKS_THAT_COUNT_MIN
 from rolecall.detector.live.stages.progress.wait import RANKS_MIN
+from rolecall.recovery.guards import SERVING_ROLE
 
 RECORDER_OFF = ("0", "false", "off", "no")
 SET_RECORDER = "set TORCH_FR_BUFFER_SIZE=2000 before torch is imported; `rolecall exec` does"
@@ -52,6 +54,7 @@ class About(StrEnum):
     SEEN = "seen"
     NAMED = "named"
     REPLACED = "replaced"
+    ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,20 +174,23 @@ def capabilities(facts: JobFacts) -> tuple[RankCapabilities, ...]:
     for r in facts.ranks:
         phases.setdefault(r.replica, set()).update(r.phases)
     replicas, roles = Counter(r.replica for r in facts.ranks), Counter((r.role, r.job) for r in facts.ranks)
-    sizes = _Sizes(replicas, roles, phases)  # once: a job has thousands of ranks
+    num_nodes = len({r.process.node for r in facts.ranks})
+    sizes = _Sizes(replicas, roles, phases, num_nodes)  # once: a job has thousands of ranks
     found = []
     for rank in sorted(facts.ranks, key=lambda r: (r.replica, r.rank, r.process)):
         at = _At(rank, nodes.get(rank.process.node, NodeState(node=rank.process.node)), facts, sizes)
-        found.append(RankCapabilities(facts=rank, capabilities=(*_seen(at), *_named(at), *_replaced(at))))
+        found.append(RankCapabilities(facts=rank, capabilities=(*_seen(at), *_named(at), *_replaced(at), _ended(at))))
     return tuple(found)
 
 
 class _Sizes(NamedTuple):
-    """Ranks of each replica, and of each (role, job); and the phases in which those of each replica were seen."""
+    """Ranks of each replica, and of each (role, job); the phases in which those of each replica were seen; and how many
+    nodes the job has."""
 
     replicas: Mapping[str, int]
     roles: Mapping[tuple[str, str], int]
     phases: Mapping[str, Collection[str]]
+    nodes: int
 
 
 class _At(NamedTuple):
@@ -642,3 +648,39 @@ def _actuator_for(at: _At) -> str:
     if rank.found_by.startswith(("openrlhf", "ray", "slime", "nemo-rl")) or rank.launcher == "ray":
         return f"{role} and actuator: {{kind: processes}}, for actors with max_restarts ({where})"
     return f"{role} and actuator: {{kind: processes}} where something starts it again, or command ({where})"
+
+
+# --- ended ------------------------------------------------------------------------------------------------------------
+
+
+def _ended(at: _At) -> Capability:
+    return Capability(about=About.ENDED, name="orphaned processes of engines on its node", **_orphans(at)._asdict())
+
+
+def _orphans(at: _At) -> _Answer:
+    rank, watched = at.rank, at.job.watched
+    reaper = watched.orphans if watched is not None else None
+    if reaper is None and not at.engine and rank.role != SERVING_ROLE and rank.found_by not in ENGINES:
+        return _Answer(Can.NONE, "it is not known as an engine")
+    if rank.newest.incarnation != UNCOUNTED:
+        return _Answer(Can.NO, "in a run of rolecall on-call gets the command")
+    if watched is None or reaper is None:
+        lacking = "no watch file is given (--config)" if watched is None else "the watch file has no `orphans`"
+        fix = "orphans: {mode: act} in the watch file (docs/howto/replace.md)"
+        return _Answer(Can.NO, f"{lacking}: on-call gets the command", fix)
+    if not at.node.probes.get("orphans"):
+        reason = at.node.reasons.get("orphans", "") or "its agent does not look for them"
+        return _Answer(Can.NO, reason, "`orphans: {enabled: true}` in agent.yaml")
+    if at.sizes.nodes > 1 and not reaper.run_on_node:
+        nodes = counted(at.sizes.nodes, "node")
+        return _Answer(
+            Can.NO,
+            f"the job runs on {nodes}, and the watch file does not say how to reach one",
+            'orphans: {run_on_node: [ssh, "{node}"]}',
+        )
+    what = "processes of vLLM and SGLang, by PID and start time, with rolecall on their node"
+    if watched.orphans_mode == "observe":
+        return _Answer(
+            Can.PARTLY, f"{what}; mode observe ends none", "orphans: {mode: approve}, then act, in the watch file"
+        )
+    return _Answer(Can.YES, f"{what}, in mode {watched.orphans_mode}; not tried here")

@@ -46,6 +46,7 @@ from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
 from rolecall.recovery.actuators.targets.reaper import Reaper
+from rolecall.recovery.actuators.targets.target import Target
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
@@ -268,6 +269,11 @@ def watch_run(
     if approve:
         with closing(Journal(run.database_url, create=False)) as asked:
             job = with_required_approval(job, asked)
+    if not ours:
+        watched = watched.model_copy(update={"recovery": job.recovery})
+    orphans_mode = watched.orphans_mode
+    if approve and orphans_mode == "act":
+        orphans_mode = "approve"
     target = target_of(job.recovery, os.environ)
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
@@ -303,15 +309,18 @@ def watch_run(
         node_health=NvSentinelHealth(watched.nvsentinel) if watched.nvsentinel is not None else None,
     )
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings, pull.probe)
-    meter, server, external = Meter(clock), None, None
+    meter, server, external = Meter(clock), None, list[ExternalActuator]()
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, (lambda: listed.newest) if ours else None)
-        every = EveryProcess(source) if watched.actuator is not None else None
+        acts = watched.actuator is not None or watched.orphans is not None
+        every = EveryProcess(source) if acts else None
         chosen: ObservationSource = every or source
         other_jobs: Callable[[], tuple[str, ...]] = tuple
         if only_job and only_job != ALL_JOBS:
             chosen = OneJobSource(chosen, only_job, clock)
+            if watched.orphans is not None:
+                logger.warning("orphans belong to no job: with --job %s none is seen, and none is ended", only_job)
         elif not ours and not only_job:
             chosen = first = FirstJobSource(chosen)
             other_jobs = lambda: first.others
@@ -327,17 +336,19 @@ def watch_run(
                 watched=watched if value.get("watched") is not None else None,
             )
         actuator: Actuator = RayRuntime(journal) if ours else NoopActuator()
-        if watched.actuator is not None:
-            roles = frozenset(watched.roles)
+        reaper: Actuator | None = None
+        if acts:
+            # Without an actuator no replica is counted. The processes that run are known: none of them is an orphan.
+            roles = frozenset(watched.roles if watched.actuator is not None else ())
             polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.lease, every)
-            actuator = external = ExternalActuator(
-                target_of_config(watched.actuator),
-                journal,
-                fleet.members,
-                clock,
-                deadline_seconds=watched.deadline_seconds,
-                reaper=Reaper(watched.orphans) if watched.orphans is not None else None,
-            )
+
+            def making_calls(target: Target) -> ExternalActuator:
+                seconds = watched.deadline_seconds
+                external.append(ExternalActuator(target, journal, fleet.members, clock, deadline_seconds=seconds))
+                return external[-1]
+
+            actuator = making_calls(target_of_config(watched.actuator)) if watched.actuator is not None else actuator
+            reaper = making_calls(Reaper(watched.orphans)) if watched.orphans is not None else None
         observer = JobObserver(polled, show, clock, other_jobs) if show is not None else None
         watch = MeteredWatch(
             journal,
@@ -351,6 +362,8 @@ def watch_run(
             run_id=run.run_id,
             poll_seconds=poll_seconds,
             evidence_collector=pull,
+            reaper=reaper,
+            orphans_mode=orphans_mode,
             meter=meter,
         )
         if observer is not None:
@@ -360,8 +373,8 @@ def watch_run(
     finally:
         if server is not None:
             server.close()
-        if external is not None:
-            external.close()
+        for made in external:
+            made.close()
         pull.close()
         source.close()
         notifier.close(CLOSE_SECONDS)
@@ -396,13 +409,16 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     Raises ConfigError: the job is only observed, or another watch acts without approval.
     """
     if job.recovery.mode == "observe":
-        because = "recovery.mode is observe in the job file, so no action is allowed; set it to approve there"
+        because = "recovery.mode is observe in the job file; set it to approve there"
         raise ConfigError([f"--require-approval: {because}"])
     lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
     held = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    mode = taken.as_(LeaseAcquired).mode if taken is not None else "unknown"
-    if lease is not None and held and mode != "approve":
-        because = f"watch {lease.holder} holds the lease in mode {mode} and acts without approval"
+    of_lease = taken.as_(LeaseAcquired) if taken is not None else None
+    mode = of_lease.mode if of_lease is not None else "unknown"
+    ends_orphans = of_lease is not None and of_lease.orphans_mode == "act"
+    if lease is not None and held and (mode != "approve" or ends_orphans):
+        of_orphans = " (act for orphans)" if ends_orphans and mode != "act" else ""
+        because = f"watch {lease.holder} holds the lease in mode {mode}{of_orphans} and acts without approval"
         because += "; stop it first, or start the job with recovery.mode: approve"
         raise ConfigError([f"--require-approval: {because}"])
     return job.model_copy(update={"recovery": job.recovery.model_copy(update={"mode": "approve"})})

@@ -1,4 +1,5 @@
-"""Keeps in the journal what this watch can see, name and replace in its job, and why not the rest, for the dashboard.
+"""Keeps in the journal, for the dashboard, what this watch can see, name, replace and end in its job, and why not the
+rest.
 
 The same answers as `rolecall doctor --job` (`capabilities.py`), from the samples and registrations that the watch reads
 anyway. Each agent is asked for the state of its collectors, in a thread, because an agent may be slow. Unlike the
@@ -66,7 +67,7 @@ class _Process:
 
 
 def grouped(found: Iterable[RankCapabilities]) -> tuple[ObservedCapability, ...]:
-    """Ranks that can the same together; of what is seen, named, replaced, what is missing first."""
+    """Ranks that can the same together; of what is seen, named, replaced, ended, what is missing first."""
     groups: dict[Capability, dict[str, list[int]]] = {}
     for rank in found:
         for capability in rank.capabilities:

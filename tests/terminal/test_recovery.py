@@ -70,6 +70,15 @@ def test_a_watch_that_ended_with_its_run_is_not_missed(tmp_path: Path, state: st
     assert "NO WATCH" not in text
 
 
+def test_orphans_with_a_mode_of_their_own(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.step(world.watch())
+    value = queries.status(RunDir(tmp_path), world.clock)
+    assert (value["mode"], value["orphans_mode"]) == ("act", "act")
+    assert "recovery: mode act, led by" in status_text(value, NOON)
+    assert "recovery: mode act, of orphans approve, led by" in status_text({**value, "orphans_mode": "approve"}, NOON)
+
+
 def test_a_run_with_hybrids_shows_its_mode_and_who_shares_a_node(tmp_path: Path) -> None:
     world, run = World(tmp_path), RunDir(tmp_path)
     assert "with " not in status_text(queries.status(run, world.clock), NOON)

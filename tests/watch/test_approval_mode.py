@@ -31,10 +31,11 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(f"sqlite:///{tmp_path / 'other.db'}", clock=FakeClock())
 
 
-def _other_watch(journal: Journal, mode: str) -> None:
+def _other_watch(journal: Journal, mode: str, orphans_mode: str = "") -> None:
     lease = journal.acquire(LEASE_NAME, "host:1:1", 5.0)
     assert lease is not None
-    journal.append(filled(K.LEASE_ACQUIRED, {"holder": lease.holder, "fence": lease.fence, "mode": mode}))
+    body = {"holder": lease.holder, "fence": lease.fence, "mode": mode, "orphans_mode": orphans_mode}
+    journal.append(filled(K.LEASE_ACQUIRED, body))
 
 
 @pytest.mark.parametrize("mode", ["act", "approve"])
@@ -57,6 +58,12 @@ def test_required_approval_is_refused_beside_an_acting_watch(journal: Journal) -
     assert isinstance(journal.clock, FakeClock)
     journal.clock.advance(6.0)
     assert with_required_approval(_job("act"), journal).recovery.mode == "approve", "that watch is gone"
+
+
+def test_it_is_refused_beside_a_watch_that_ends_orphans_without_approval(journal: Journal) -> None:
+    _other_watch(journal, "approve", "act")
+    with pytest.raises(ConfigError, match=r"in mode approve \(act for orphans\) and acts without approval"):
+        with_required_approval(_job("act"), journal)
 
 
 def test_two_that_ask_may_follow_each_other(journal: Journal) -> None:

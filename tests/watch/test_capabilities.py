@@ -1,4 +1,4 @@
-"""What a watch can see, name and replace in a job, and why not: cases of samples, agents and watch files."""
+"""What a watch can see, name, replace and end in a job, and why not: cases of samples, agents and watch files."""
 
 from dataclasses import replace
 from typing import Any
@@ -278,6 +278,55 @@ def test_ranks_of_one_torchrun_job_are_not_replaced_alone() -> None:
         rank_of(sample(n, replica=f"trainer/{g}"), launcher="torchrun", job="4711") for g in range(2) for n in range(2)
     )
     assert of_first(groups, **facts)[REPLACED, "replica"].can is Y
+
+
+# --- ended ------------------------------------------------------------------------------------------------------------
+
+LOOKS = replace(AGENT, probes={"orphans": True})
+TWO_NODES = (
+    ROLLOUTS[0],
+    replace(ROLLOUTS[1], process=ProcessId(node=NodeId("node-2"), pid=41, start_ticks=9)),
+)
+ENDS: dict[str, tuple[tuple[RankFacts, ...], NodeState, Any, Can, str, str]] = {
+    "no watch file": (ROLLOUTS, LOOKS, None, N, "no watch file is given (--config): on-call", "orphans: {mode: act}"),
+    "no section": (ROLLOUTS, LOOKS, {}, N, "has no `orphans`: on-call gets the command", "orphans: {mode: act}"),
+    "no engine": (HOOKED, LOOKS, {}, NONE, "not known as an engine", ""),
+    "not known as an engine": (HOOKED, LOOKS, {"orphans": {"mode": "act"}}, Y, "in mode act", ""),
+    "act alone": (ROLLOUTS, LOOKS, {"orphans": {"mode": "act"}}, Y, "in mode act; not tried here", ""),
+    "approve alone": (ROLLOUTS, LOOKS, {"orphans": {"mode": "approve"}}, Y, "in mode approve", ""),
+    "no mode": (ROLLOUTS, LOOKS, {"orphans": {}}, P, "mode observe ends none", "orphans: {mode: approve}, then act"),
+    "beside an actuator": (
+        *(ROLLOUTS, LOOKS),
+        {"orphans": {}, "recovery": {"mode": "act"}, "roles": ["rollout"], "actuator": {"kind": "processes"}},
+        *(Y, "in mode act", ""),
+    ),
+    "the agent does not look": (
+        *(ROLLOUTS, AGENT, {"orphans": {"mode": "act"}}),
+        *(N, "its agent does not look for them", "agent.yaml"),
+    ),
+    "no way to a node": (
+        *(TWO_NODES, LOOKS, {"orphans": {"mode": "act"}}),
+        *(N, "the job runs on 2 nodes", 'orphans: {run_on_node: [ssh, "{node}"]}'),
+    ),
+    "a way to each node": (
+        *(TWO_NODES, LOOKS, {"orphans": {"mode": "act", "run_on_node": ["ssh", "{node}"]}}),
+        *(Y, "in mode act", ""),
+    ),
+    "bundled": (
+        (rank_of(replace(sample(replica="rollout/0"), incarnation=3)),),
+        *(LOOKS, None, N, "in a run of rolecall on-call gets the command", ""),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "node", "file", "can", "because", "fix"), ENDS.values(), ids=ENDS)
+def test_whether_orphans_are_ended(
+    ranks: tuple[RankFacts, ...], node: NodeState, file: Any, can: Can, because: str, fix: str
+) -> None:
+    watched = None if file is None else parse_watched(file)
+    found = of_first(ranks, node, watched=watched)[About.ENDED, "orphaned processes of engines on its node"]
+    assert found.can is can and because in found.because and fix in found.fix, found
+    assert bool(found.fix) is (can in (P, N) and "in a run of rolecall" not in because)
 
 
 @pytest.mark.parametrize(

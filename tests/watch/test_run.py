@@ -1,18 +1,26 @@
 """What `rolecall watch` puts together: panels beside the engine, which never stop it."""
 
+import threading
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolecall.core.clock import FakeClock
+from rolecall.core.config.watched import parse_watched
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads.recovery import LeaseAcquired
 from rolecall.core.rundir import RunDir
 from rolecall.detector.base.observation import Observation
 from rolecall.session.demo import demo_job
 from rolecall.testing.synthetic_run import FakeFleet
 from rolecall.watch import run as watching
+from rolecall.watch.agents import observing_run
 from tests.full_disk import small_disk
 
 
@@ -88,3 +96,45 @@ def test_panels_that_fail_leave_the_engine_its_sight(tmp_path: Path, caplog: pyt
     fleet.kill("rollout/2")
     reported = [d.key for o in fleet.run(1.0) for d in watcher.observe(o)]
     assert set(reported) == {"crash:rollout/2#1"} and "a row too many" in caplog.text
+
+
+REPLACES: dict[str, Any] = {"recovery": {"mode": "act"}, "roles": ["rollout"], "actuator": {"kind": "processes"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "approve", "modes"),
+    [
+        ({}, False, ("observe", "observe")),
+        ({"orphans": {}}, False, ("observe", "observe")),
+        ({"orphans": {"mode": "act"}}, False, ("observe", "act")),
+        ({**REPLACES, "orphans": {}}, False, ("act", "act")),
+        ({**REPLACES, "orphans": {"mode": "observe"}}, False, ("act", "observe")),
+        ({**REPLACES, "recovery": {"mode": "observe"}, "orphans": {"mode": "act"}}, False, ("observe", "act")),
+        ({**REPLACES, "orphans": {}}, True, ("approve", "approve")),
+        ({**REPLACES, "orphans": {"mode": "act"}}, True, ("approve", "approve")),
+        ({**REPLACES, "orphans": {"mode": "observe"}}, True, ("approve", "observe")),
+    ],
+)
+def test_replicas_and_orphans_have_the_modes_of_the_watch_file(
+    tmp_path: Path, file: dict[str, Any], approve: bool, modes: tuple[str, str]
+) -> None:
+    run, stop = (
+        observing_run(tmp_path, "job", {"n": "http://127.0.0.1:9"}, watched=parse_watched(file)),
+        threading.Event(),
+    )
+    watching.watch_run(run, approve=approve, stop=stop, show=lambda _: stop.set())
+    with closing(Journal(run.database_url, create=False)) as journal:
+        acquired = journal.last(EventKind.LEASE_ACQUIRED)
+    assert acquired is not None
+    told = acquired.as_(LeaseAcquired)
+    assert (told.mode, told.orphans_mode) == modes
+
+
+@pytest.mark.parametrize(("only_job", "warned"), [("4711", True), ("all", False), ("", False)])
+def test_a_watch_of_one_job_says_that_it_ends_no_orphans(
+    only_job: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, stop = parse_watched({"orphans": {"mode": "act"}}), threading.Event()
+    run = observing_run(tmp_path, "job", {"n": "http://127.0.0.1:9"}, watched=file)
+    watching.watch_run(run, stop=stop, show=lambda _: stop.set(), only_job=only_job)
+    assert ("orphans belong to no job: with --job 4711 none is seen" in caplog.text) is warned

@@ -1,4 +1,4 @@
-"""A watch keeps what it can see, name and replace in its job, for the dashboard, and never waits for an agent."""
+"""A watch keeps what it can see, name, replace and end in its job, for the dashboard, and never waits for an agent."""
 
 import threading
 from pathlib import Path

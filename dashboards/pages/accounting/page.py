@@ -498,7 +498,7 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident], snap
         "review": [_review(i) for i in listed],
         "incident": [href(i.incident_id, chosen_run()) for i in listed],
         "class": [in_words(i.diagnosis.fault_class) for i in listed],
-        "status": [in_words(status_of(i, snapshot.mode, snapshot.at)) for i in listed],
+        "status": [in_words(status_of(i, snapshot.mode_of(i), snapshot.at)) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
         "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],

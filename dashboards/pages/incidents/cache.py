@@ -199,7 +199,8 @@ class IncidentPageCache:
         kept = before[1] if before is not None else None
         with reader.journal() as journal:
             window = kept.material.window if kept is not None else None
-            material = read(journal, snapshot.projection, incident_id, reader.settings.run, now, window, snapshot.mode)
+            run, mode_of = reader.settings.run, snapshot.mode_of
+            material = read(journal, snapshot.projection, incident_id, run, now, window, mode_of)
         made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
             made = self._with_prometheus(made, reader.settings)

@@ -44,7 +44,7 @@ def all_rows(reader: Reader, snapshot: JournalSnapshot) -> list[table.IncidentTa
     return _records(reader.settings.journal_url).rows(
         snapshot.projection.incidents,
         snapshot.projection.broken,
-        mode=snapshot.mode,
+        mode_of=snapshot.mode_of,
         now=snapshot.at,
         step_of=lambda incident: step_of(incident, snapshot),
     )

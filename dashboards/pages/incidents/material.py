@@ -4,7 +4,7 @@ window of the diagnosis, and the injection log if the run is on this machine.
 Missing inputs are listed with a reason, and the page shows the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,10 @@ def read(
     run: RunDir | None,
     now: float,
     window: Mapping[str, Any] | None = None,
-    mode: str = "",
+    mode_of: Callable[[Incident], str] = lambda _: "",
 ) -> IncidentPageInputs:
-    """`window`: if already read; a stored window never changes. Raises JournalError: the journal is not readable."""
+    """`window`: if already read; a stored window never changes. `mode_of`: mode of the watch. Raises JournalError: the
+    journal is not readable."""
     incident = projection.incidents.get(incident_id)
     missing: list[str] = []
     damaged: list[DamagedLine] = []
@@ -109,7 +110,7 @@ def read(
         window=window if window is not None else _window(journal, incident_id, missing),
         faults=_of_that_time(faults, around),
         missing=tuple(missing),
-        mode=mode,
+        mode=mode_of(incident) if incident is not None else "",
     )
 
 

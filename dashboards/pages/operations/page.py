@@ -52,7 +52,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     incidents = tuple(snapshot.projection.incidents.values())
     show_result()
     _status(reader, viewer, state, snapshot)
-    _plans(reader, viewer, plans.plan_rows(incidents, state.mode, now), now)
+    _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)
     if not snapshot.run.ended:
         _pause(reader, viewer, state)
         if snapshot.observed and not state.fleet.replicas:
@@ -75,6 +75,8 @@ def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnaps
     else:
         holder = f" {plain(state.watch)} holds the lease." if state.watch else ""
         st.text(f"mode {state.mode or 'unknown'}: {plans.MODES.get(state.mode, 'no watch has started yet.')}{holder}")
+        if snapshot.orphans_mode not in ("", snapshot.mode):
+            st.text(f"mode of orphans {snapshot.orphans_mode}: {plans.MODES.get(snapshot.orphans_mode, '')}")
     if reader.settings.users_path is None:
         with st.expander("This dashboard is read-only, because it was started without a users file"):
             st.text("To enable commands:")

@@ -7,7 +7,7 @@ process reads the state; while the journal cannot be read it returns the last on
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -94,18 +94,18 @@ class PlanRow:
         return None if self.expires_at is None else max(0.0, self.expires_at - now)
 
 
-def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[PlanRow, ...]:
+def plan_row(incident: Incident, mode: str, now: float) -> PlanRow | None:
+    """The plan of an incident if it has not started. `mode`: of the watch for this incident."""
+    attempt = incident.attempt
+    if attempt is None or incident.state not in NOT_STARTED or attempt.plan.action is ActionKind.TOLERATE:
+        return None
+    hold = attempt.hold if attempt.hold is not None and attempt.hold.active(now) else None
+    return PlanRow(incident=incident, attempt=attempt, status=_status(incident, attempt, hold, mode, now), hold=hold)
+
+
+def plan_rows(incidents: Iterable[Incident], mode_of: Callable[[Incident], str], now: float) -> tuple[PlanRow, ...]:
     """Every plan that has not started; plans that await approval first, those that expire soonest at the top."""
-    rows = []
-    for incident in incidents:
-        attempt = incident.attempt
-        if attempt is not None and incident.state in NOT_STARTED and attempt.plan.action is not ActionKind.TOLERATE:
-            hold = attempt.hold if attempt.hold is not None and attempt.hold.active(now) else None
-            rows.append(
-                PlanRow(
-                    incident=incident, attempt=attempt, status=_status(incident, attempt, hold, mode, now), hold=hold
-                )
-            )
+    rows = [row for i in incidents if (row := plan_row(i, mode_of(i), now)) is not None]
     rows.sort(key=lambda r: (_ORDER.index(r.status), r.expires_at or r.attempt.made_at, r.incident.incident_id))
     return tuple(rows)
 
@@ -131,7 +131,7 @@ SUPPORTS = RayRuntime.supports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """Recovery policy of the watch, as recorded in the journal."""
+    """Recovery policy of the watch for replicas, as recorded in the journal."""
 
     config: RecoveryConfig
     supports: frozenset[ActionKind]
@@ -153,7 +153,9 @@ def limits_of(policy_input: Mapping[str, Any], mode: str) -> WatchPolicy:
     try:
         config = RecoveryConfig.model_validate({**policy_input["config"], **({"mode": mode} if mode else {})})
         return WatchPolicy(
-            config=config, supports=frozenset(ActionKind(a) for a in policy_input["supports"]), known=True
+            config=config,
+            supports=frozenset(map(ActionKind, policy_input["supports"])) - {ActionKind.END_ORPHAN},
+            known=True,
         )
     except (KeyError, TypeError, ValueError):
         # The plan was written by something else and has no limits.

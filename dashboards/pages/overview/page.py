@@ -235,7 +235,7 @@ def _draw_capabilities(snapshot: JournalSnapshot) -> None:
     found = snapshot.capabilities
     if not found:
         return
-    st.subheader("What rolecall can see, name and replace here")
+    st.subheader("What rolecall can see, name, replace and end here")
     rows: list[list[Cell]] = [
         [Mark("good", about), "all ranks", "; ".join(names), "", ""]
         for about, names in watched_job.works(found).items()

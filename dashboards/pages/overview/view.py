@@ -29,7 +29,7 @@ from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.data.run_state import KIND_OF, step_of, unwatched_words
 from rolecall.dashboards.pages.charts import FaultBand, thinned
-from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
+from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.dashboards.pages.overview.watched_job import course_buckets, figures_of
 from rolecall.dashboards.pages.status import NOT_YET_KNOWN, ONLY_OBSERVED, doing, status_of
 from rolecall.dashboards.pages.style import STATES
@@ -190,7 +190,8 @@ def state_of(
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
-    stage = status_of(incident, snapshot.mode, snapshot.at)
+    mode = snapshot.mode_of(incident)
+    stage = status_of(incident, mode, snapshot.at)
     diagnosis = incident.diagnosis
     paged = ""
     if incident.page_reason:
@@ -208,7 +209,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
-        doing=unwatched + doing(incident, snapshot.mode, snapshot.at),
+        doing=unwatched + doing(incident, mode, snapshot.at),
         cost=_cost(incident, snapshot),
         asks=_asks(incident, snapshot),
         paged=paged,
@@ -242,8 +243,9 @@ def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
 
 def _asks(incident: Incident, snapshot: JournalSnapshot) -> str:
     """What the operator is to decide; empty: nothing."""
-    row = next(iter(plan_rows([incident], snapshot.mode, snapshot.at)), None)
-    if row is None or row.status is not PlanStatus.AWAITS_APPROVAL or snapshot.mode == MODE_OBSERVE:
+    mode = snapshot.mode_of(incident)
+    row = plan_row(incident, mode, snapshot.at)
+    if row is None or row.status is not PlanStatus.AWAITS_APPROVAL or mode == MODE_OBSERVE:
         return ""
     left = row.seconds_left(snapshot.at)
     within = "" if left is None else f" within {seconds(left)}"

@@ -228,7 +228,7 @@ def figures_of(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
 
 
 def works(found: Sequence[ObservedCapability]) -> Mapping[str, tuple[str, ...]]:
-    """seen, named, replaced -> what works for all ranks."""
+    """seen, named, replaced, ended -> what works for all ranks."""
     lacking = {(c.about, c.name) for c in found if c.can != YES}
     by_about: dict[str, list[str]] = {}
     for c in found:

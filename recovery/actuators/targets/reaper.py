@@ -1,16 +1,28 @@
 """Ends engine processes whose server is gone, by PID and start time, where their node proves that they are orphans."""
 
+from collections.abc import Sequence
+
 from rolecall.core.config.actuators import ReaperConfig
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
 from rolecall.recovery.actuators.targets.target import Order
 
 
 class Reaper:
+    """A target that ends what nobody replaces."""
+
+    name = "orphans"
+    supports = frozenset({ActionKind.END_ORPHAN})
+
     def __init__(self, config: ReaperConfig) -> None:
         self._config = config
 
-    def end(self, order: Order) -> Procedure:
+    def also_hit(self, order: Order) -> Sequence[str]:
+        del order
+        return ()
+
+    def replace(self, order: Order) -> Procedure:
         """`order.members`: the orphan alone. The command refuses a process that is no orphan when it is called."""
         config, (orphan,) = self._config, order.members
         nodes = sorted({m.node for m in (orphan, *order.others) if not m.foreign})

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rolecall.core.config.section import Seconds, Section
+from rolecall.core.config.section import RecoveryMode, Seconds, Section
 
 COMMAND_FIELDS = frozenset(
     {"replica", "role", "index", "incarnation", "node", "rank", "pid", "start_ticks", "job", "incident", "because"}
@@ -96,6 +96,8 @@ class ProcessesActuator(Section):
 class ReaperConfig(Section):
     """Ends engine processes whose server is gone, with their descendants: as `rolecall node orphans` lists them."""
 
+    mode: RecoveryMode | None = None
+    """Mode of the incidents of orphans, which needs no actuator. null: that of `recovery.mode`."""
     run_on_node: tuple[str, ...] = ()
     """How a command is run on {node}, as [ssh, "{node}"]. Empty: all processes are on this machine."""
     program: Annotated[tuple[str, ...], Field(min_length=1)] = ("rolecall",)

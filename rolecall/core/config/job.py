@@ -25,7 +25,7 @@ from rolecall.core.config.data import DataConfig, EnvironmentConfig, EvaluationC
 from rolecall.core.config.logging import LoggingConfig
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.config.optimizer import OptimizerConfig
-from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
+from rolecall.core.config.section import PositiveInt, Ratio, RecoveryMode, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 from rolecall.core.journal.database import checked_url, redacted
@@ -203,7 +203,7 @@ class NotifyConfig(Section):
 
 
 class RecoveryConfig(Section):
-    mode: Literal["observe", "approve", "act"] = "observe"
+    mode: RecoveryMode = "observe"
     """observe: findings and incidents only. approve: an operator approves each plan. act: guards decide."""
     scope: Literal["replica", "job"] = "replica"
     """What recovery ends and starts again upon a fault. replica: the replica at fault; its role, or the job, only where

@@ -1,6 +1,6 @@
-"""Base of all sections of a job file (frozen, finite, unknown keys are rejected), and their kinds of numbers."""
+"""Base of all sections of a job file (frozen, finite, unknown keys are rejected), and types of several of them."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,3 +12,4 @@ class Section(BaseModel):
 PositiveInt = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+RecoveryMode = Literal["observe", "approve", "act"]

@@ -16,7 +16,7 @@ from rolecall.core.config.actuators import (
     VerlActuator,
 )
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
-from rolecall.core.config.section import Seconds, Section
+from rolecall.core.config.section import RecoveryMode, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 
@@ -51,17 +51,22 @@ class WatchedConfig(Section):
     detector: WatchedDetectorConfig = WatchedDetectorConfig()
     """As in a job file, but `poll_seconds` is 0.5, `first_unit_seconds` 1800."""
     actuator: ActuatorConfig | None = None
-    """What replaces a replica. null: nothing acts; on-call is told what to do."""
+    """What replaces a replica. null: none is replaced; on-call is told what to do."""
     roles: tuple[str, ...] = ()
     """Roles whose replicas may be replaced, as [rollout]; needed with an actuator. A replica of another role, of this
     job or of another one on the same nodes, is never touched: on-call is paged."""
     orphans: ReaperConfig | None = None
-    """What ends engine processes whose server is gone, in mode act, or once approved; needs an actuator. null: the
-    page to on-call has the command that ends each."""
+    """What ends engine processes whose server is gone, with or without an actuator: in mode act, or once approved.
+    null: the page to on-call has the command that ends each."""
     deadline_seconds: Seconds = 300.0
     """Of one action, all its calls together."""
     nvsentinel: NvSentinelConfig | None = None
     """Whether NVSentinel has cordoned the nodes of an incident, and why, becomes evidence of it. null: not read."""
+
+    @property
+    def orphans_mode(self) -> RecoveryMode:
+        """Of incidents of orphans."""
+        return (self.orphans.mode if self.orphans is not None else None) or self.recovery.mode
 
 
 def parse_watched(value: Any, source: str = "") -> WatchedConfig:
@@ -74,9 +79,8 @@ def parse_watched(value: Any, source: str = "") -> WatchedConfig:
         raise ConfigError([_TAG.sub("actuator", problem) for problem in problems_of(e)], source) from None
     problems = []
     if config.recovery.mode != "observe" and config.actuator is None:
-        problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator")
-    if config.orphans is not None and config.actuator is None:
-        problems.append("orphans: needs an actuator")
+        orphans = "; for orphans alone set orphans.mode" if config.orphans is not None else ""
+        problems.append(f"recovery.mode: {config.recovery.mode} needs an actuator{orphans}")
     if config.actuator is not None and not config.roles:
         problems.append("roles: name the roles whose replicas may be replaced, for example [rollout]")
     problems += [f"roles: {role!r} is no role" for role in config.roles if not ID_PATTERN.fullmatch(role)]

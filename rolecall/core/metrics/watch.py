@@ -21,7 +21,7 @@ WATCH_METRICS = rows(
         "watch_lease_expires_timestamp_seconds": "When the lease expires unless it is renewed, seconds since 1970; "
         "in the past: no watch acts; 0: it was released",
         "watch_paused": "1 while recovery is paused",
-        "watch_mode{mode}": "1 for the mode of this watch: observe, approve, act",
+        "watch_mode{mode}": "1 for the mode of this watch: observe, approve, act; that of orphans may be another",
         "watch_ticks_total": "Ticks that this watch has finished",
         "watch_tick_failures_total": "Ticks that ended with an error",
         "watch_tick_timestamp_seconds": "When the newest tick ended, seconds since 1970",

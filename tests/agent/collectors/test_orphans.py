@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,23 +27,33 @@ child.wait()
 """
 
 
-@pytest.fixture
-def init(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """An engine's process whose parent is named `tini`, as after the death of its server: (/proc, its PID)."""
-    tini = tmp_path / "tini"
+@contextmanager
+def adopted(folder: Path) -> Iterator[tuple[int, int]]:
+    """(PID of a process named `tini`, PID of an engine's process that is its child), as after the death of its
+    server."""
+    tini = folder / "tini"
     tini.symlink_to(sys.executable)
     # The name of a process is that of the file that it was started by.
     pipe = subprocess.PIPE
     with subprocess.Popen([str(tini), "-S", "-c", SERVER, TITLE], stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         pid = int(parent.stdout.readline())
-        proc = tmp_path / "proc"
-        proc.mkdir()
-        for one in (parent.pid, pid):
-            (proc / str(one)).symlink_to(f"/proc/{one}")
         eventually(lambda: TITLE in Path(f"/proc/{pid}/cmdline").read_text(), "it has its title")
+        try:
+            yield parent.pid, pid
+        finally:
+            parent.stdin.close()
+
+
+@pytest.fixture
+def init(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """An orphan, and a /proc that has nothing but it and its parent: (/proc, its PID)."""
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    with adopted(tmp_path) as (parent, pid):
+        for one in (parent, pid):
+            (proc / str(one)).symlink_to(f"/proc/{one}")
         yield proc, pid
-        parent.stdin.close()
 
 
 def test_an_orphan_is_reported_after_two_polls_and_once(init: tuple[Path, int]) -> None:

@@ -322,7 +322,7 @@ def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) ->
     made = MadeRun(tmp_path, mode="observe")
     made.plan(made.open())
     snapshot = first_snapshot(made.settings())
-    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall(), None, snapshot.mode))
+    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall(), None, snapshot.mode_of))
     done = dict(brief(whole, None, ()).rows)["action"]
     assert done == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"
 

@@ -114,7 +114,7 @@ def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
 def test_one_status_for_all_pages(kind: str, mode: str, status: str, words: str, tmp_path: Path) -> None:
     world = world_of(kind, tmp_path)
     incident, now = world.only(), world.clock.wall()
-    (found,) = IncidentTable().rows({"i": incident}, {}, mode=mode, now=now)
+    (found,) = IncidentTable().rows({"i": incident}, {}, mode_of=lambda _: mode, now=now)
     assert found.status == status_of(incident, mode, now) == status and status in GLYPHS
     if words:
         assert doing(incident, mode, now).startswith(words)
@@ -123,8 +123,8 @@ def test_one_status_for_all_pages(kind: str, mode: str, status: str, words: str,
 def test_a_proposal_that_expired_is_not_being_done(tmp_path: Path) -> None:
     world = world_of("proposed", tmp_path)
     incident, records = world.only(), IncidentTable()
-    (before,) = records.rows({"i": incident}, {}, mode="approve", now=world.clock.wall())
-    (after,) = records.rows({"i": incident}, {}, mode="approve", now=world.clock.wall() + 3600)
+    (before,) = records.rows({"i": incident}, {}, mode_of=lambda _: "approve", now=world.clock.wall())
+    (after,) = records.rows({"i": incident}, {}, mode_of=lambda _: "approve", now=world.clock.wall() + 3600)
     assert (before.status, after.status) == ("awaits approval", "approval expired")
     assert doing(incident, "approve", world.clock.wall() + 3600).startswith("nothing: the approval expired at 20")
 

@@ -72,26 +72,26 @@ STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
 def test_what_a_plan_waits_for(
     reported: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: PlanStatus
 ) -> None:
-    (row,) = plan_rows(_incidents(*reported), mode, now)
+    (row,) = plan_rows(_incidents(*reported), lambda _: mode, now)
     assert row.status is standing
 
 
 @pytest.mark.parametrize("reported", [(OPENED,), (OPENED, MADE, STARTED)])
 def test_what_has_no_plan_or_has_begun_is_no_row(reported: tuple[tuple[EventKind, dict[str, object]], ...]) -> None:
-    assert plan_rows(_incidents(*reported), "act", NOW) == ()
+    assert plan_rows(_incidents(*reported), lambda _: "act", NOW) == ()
 
 
 def test_a_plan_to_do_nothing_is_no_row() -> None:
     nothing = replace(PLAN, action=ActionKind.TOLERATE, targets=())
     found = _incidents(OPENED, (K.PLAN_CREATED, {"plan": nothing.to_dict()}))
-    assert plan_rows(found, "act", NOW) == ()
+    assert plan_rows(found, lambda _: "act", NOW) == ()
 
 
 def test_only_what_waits_can_be_approved_and_the_time_left_counts_down() -> None:
-    (row,) = plan_rows(_incidents(OPENED, MADE, PROPOSED), "approve", NOW)
+    (row,) = plan_rows(_incidents(OPENED, MADE, PROPOSED), lambda _: "approve", NOW)
     assert row.can_be_approved
     assert (row.seconds_left(NOW), row.seconds_left(NOW + 100)) == (60.0, 0.0)
-    (held,) = plan_rows(_incidents(OPENED, MADE, PROPOSED, HOLD), "approve", NOW)
+    (held,) = plan_rows(_incidents(OPENED, MADE, PROPOSED, HOLD), lambda _: "approve", NOW)
     assert not held.can_be_approved
     assert held.can_be_stopped
     assert held.hold is not None
@@ -105,7 +105,9 @@ def test_those_that_wait_for_an_operator_come_first_and_of_these_what_lapses_soo
 
     later = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 500})
     rows = plan_rows(
-        [of("due", OPENED, MADE), of("later", OPENED, MADE, later), of("soon", OPENED, MADE, PROPOSED)], "approve", NOW
+        [of("due", OPENED, MADE), of("later", OPENED, MADE, later), of("soon", OPENED, MADE, PROPOSED)],
+        lambda _: "approve",
+        NOW,
     )
     assert [r.incident.incident_id for r in rows] == ["soon", "later", "due"]
 

@@ -11,7 +11,7 @@ from streamlit.testing.v1 import AppTest
 from rolecall.core.clock import SystemClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
 from rolecall.core.faults import FaultClass
-from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
@@ -21,6 +21,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.data.progress import RunTrends
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts, shell
+from rolecall.dashboards.pages.operations.plans import plan_rows
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.page import role_html
 from rolecall.dashboards.pages.overview.view import RoleSummary, state_of
@@ -102,6 +103,32 @@ def test_paused_observe_mode_and_no_watch(tmp_path: Path) -> None:
     )
     alone = MadeRun(tmp_path / "b", watched=False)
     assert "Never watched: faults are neither detected nor recovered." in text(drawn(alone.settings()))
+
+
+def test_a_plan_to_end_an_orphan_has_the_mode_of_orphans(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path, mode="observe")
+    body = {"holder": "watch@node-1", "fence": 2, "mode": "observe", "orphans_mode": "approve"}
+    made.say(K.LEASE_ACQUIRED, body)
+    made.plan(made.open(name="i-2"))
+    process = ProcessId(node=NodeId("node-1"), pid=40, start_ticks=400)
+    orphan = Diagnosis(
+        suspects=(Suspect(node=process.node, process=process),), fault_class=FaultClass.RESOURCE_EXHAUSTED, onset=1.0,
+        detected_at=2.0, confidence=0.9, because="VLLM::EngineCore has lost its server", evidence=(),
+        detectors=("orphan",),
+    )  # fmt: skip
+    made.say(K.INCIDENT_OPENED, {"diagnosis": orphan.to_dict(), "window": "observations"}, "i-1")
+    plan = Plan(
+        incident_id=IncidentId("i-1"), action=ActionKind.END_ORPHAN, targets=(), because=orphan.because, process=process
+    )
+    made.plan(plan)
+    made.propose(plan)
+    snapshot = first_snapshot(made.settings())
+    first, second = view.open_incidents(snapshot)
+    assert first.stage == "awaits approval" and first.asks.startswith("Approve or reject this plan within 15 min")
+    assert second.stage == "only observed" and second.asks == ""
+    assert "mode observe, of orphans approve" in run_state(snapshot).details
+    (row, other) = plan_rows(snapshot.projection.incidents.values(), snapshot.mode_of, snapshot.at)
+    assert row.can_be_approved and row.can_be_stopped and not other.can_be_stopped
 
 
 def test_a_dead_watch_is_reported(tmp_path: Path) -> None:

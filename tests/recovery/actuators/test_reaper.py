@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from rolecall.recovery.guards import Situation, check
 from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.next_step import Append, Perform, next_step
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
-from tests.agent.collectors.test_orphans import SERVER, TITLE
+from tests.agent.collectors.test_orphans import SERVER, TITLE, adopted
 from tests.recovery.actuators.test_external import DEADLINE, World, world
 from tests.support import eventually
 
@@ -132,12 +131,7 @@ def test_the_way_of_its_incident() -> None:
 def reaping(world: World, program: tuple[str, ...]) -> ExternalActuator:
     config = ReaperConfig(program=program, grace_seconds=0.0)
     made = ExternalActuator(
-        world.target,
-        world.journal,
-        lambda: world.members,
-        world.clock,
-        deadline_seconds=DEADLINE,
-        reaper=Reaper(config),
+        Reaper(config), world.journal, lambda: world.members, world.clock, deadline_seconds=DEADLINE
     )
     world.actuators.append(made)
     world.actuator = made
@@ -180,9 +174,17 @@ def test_the_file_says_who_may() -> None:
     one = {"actuator": {"kind": "processes"}, "roles": ["rollout"]}
     assert parse_watched(one).orphans is None
     assert parse_watched({**one, "orphans": {}}).orphans == ReaperConfig()
+    alone = parse_watched({"orphans": {"mode": "act"}})
+    assert (alone.actuator, alone.recovery.mode, alone.orphans_mode) == (None, "observe", "act")
+    assert parse_watched({"orphans": {}}).orphans_mode == "observe", "without an actuator no mode is inherited"
+    both = {**one, "recovery": {"mode": "act"}}
+    assert parse_watched({**both, "orphans": {}}).orphans_mode == "act"
+    assert parse_watched({**both, "orphans": {"mode": "observe"}}).orphans_mode == "observe"
+    with pytest.raises(ConfigError, match=r"recovery.mode: act needs an actuator; for orphans alone set orphans.mode"):
+        parse_watched({"recovery": {"mode": "act"}, "orphans": {}})
     with pytest.raises(ConfigError, match="deadline_seconds: must be at least 630"):
         parse_watched({**one, "orphans": {"grace_seconds": 600}})
-    for wrong in ({"orphans": {}}, {**one, "orphans": {"run_on_node": ["ssh", "{replica}"]}}):
+    for wrong in ({"orphans": {"mode": "kill"}}, {**one, "orphans": {"run_on_node": ["ssh", "{replica}"]}}):
         with pytest.raises(ConfigError, match="orphans"):
             parse_watched(wrong)
 
@@ -213,19 +215,15 @@ def test_an_engine_whose_server_lives_is_refused(engine: int, world: World) -> N
     assert Path(f"/proc/{engine}/stat").read_text().split()[2] in "SRD", "it goes on"
 
 
-def test_a_real_orphan_is_ended(tmp_path: Path, world: World) -> None:
-    """Its parent is a process named `tini`, as after the death of its server."""
-    tini = tmp_path / "tini"
-    tini.symlink_to(sys.executable)
-    pipe = subprocess.PIPE
-    with subprocess.Popen([str(tini), "-S", "-c", SERVER, TITLE], stdin=pipe, stdout=pipe, text=True) as parent:
-        assert parent.stdout is not None and parent.stdin is not None
-        pid = int(parent.stdout.readline())
-        eventually(lambda: TITLE in Path(f"/proc/{pid}/cmdline").read_text(), "it has its title")
+def test_a_real_orphan_is_ended_and_no_other_process_that_has_its_pid_by_then(tmp_path: Path, world: World) -> None:
+    with adopted(tmp_path) as (_, pid):
         reaping(world, (sys.executable, "-m", "rolecall"))
         world.members = []
-        process = ProcessId(node=NodeId("n"), pid=pid, start_ticks=process_start_ticks(pid) or 0)
-        result = world.perform(replace(decided(), process=process))
+        ticks = process_start_ticks(pid) or 0
+        earlier = ProcessId(node=NodeId("n"), pid=pid, start_ticks=ticks - 1)
+        result = world.perform(replace(decided(), process=earlier))
+        assert result is not None and result.done, result
+        assert Path(f"/proc/{pid}/stat").read_text().split()[2] in "SR", "it is another process than the one named"
+        result = world.perform(replace(decided(), process=replace(earlier, start_ticks=ticks)))
         assert result is not None and result.done, result
         assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-        threading.Thread(target=parent.stdin.close).start()

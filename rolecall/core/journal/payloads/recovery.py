@@ -28,6 +28,7 @@ class LeaseAcquired(Payload):
     holder: Annotated[str, "host and pid of the watch"]
     fence: Annotated[int, "fencing number, one more than the last"]
     mode: Annotated[str, "`observe`, `approve` or `act`"]
+    orphans_mode: Annotated[str, "the same of incidents of orphans; empty: as `mode`"] = ""
 
 
 @event(K.INCIDENT_OPENED, f"{WATCH}, {OPERATOR}")

@@ -73,7 +73,14 @@ from rolecall.recovery.next_step import (
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import FULL_DISK, PolicyInput, busy_replicas, decide, lost_nodes, question
-from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
+from rolecall.recovery.triage import (
+    TriageAction,
+    failed_burn_ins,
+    suspected_once,
+    triage,
+    unrepaired,
+    with_runtime_reason,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -304,10 +311,12 @@ class Watch:
         return found
 
     def _triage(self, diagnosis: Diagnosis, now: float, stopping: bool) -> None:
+        fleet = self._fleet()
+        diagnosis = with_runtime_reason(diagnosis, fleet)
         taken = triage(
             diagnosis,
             self._projection.incidents.values(),
-            self._fleet(),
+            fleet,
             reported_before=diagnosis.key in self._reported_at,
             reconsider=self._would_act(diagnosis),
             worked=self._detector.worked({s.replica: s.incarnation for s in diagnosis.suspects if s.replica}),

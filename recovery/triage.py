@@ -9,7 +9,7 @@ not proposed again for the same fault under another class.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
@@ -206,6 +206,20 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
                 )
             )
     return found
+
+
+def with_runtime_reason(diagnosis: Diagnosis, fleet: FleetView) -> Diagnosis:
+    """Of a crash of a replica that the runtime had given up before its process ended, as after the deadline of a start:
+    the runtime ended the process, so its reason is the cause."""
+    if diagnosis.fault_class is not FaultClass.CRASH or RUNTIME in diagnosis.detectors:
+        return diagnosis
+    for suspect in diagnosis.suspects:
+        view = fleet.find(suspect.replica)
+        given_up = view is not None and view.state is ReplicaState.LOST and view.incarnation == suspect.incarnation
+        if view is not None and given_up and view.changed_at < diagnosis.onset:
+            ended = f"{view.replica}#{view.incarnation} was ended by the runtime: {view.because}"
+            return replace(diagnosis, because=f"{ended}; {diagnosis.because}")
+    return diagnosis
 
 
 def suspected_once(incidents: Iterable[Incident], fleet: FleetView) -> list[tuple[Suspect, Diagnosis]]:

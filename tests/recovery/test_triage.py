@@ -10,7 +10,7 @@ from rolecall.core.ids import IncidentId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
-from rolecall.recovery.triage import LOST_GRACE_SECONDS, TriageAction, triage, unrepaired
+from rolecall.recovery.triage import LOST_GRACE_SECONDS, TriageAction, triage, unrepaired, with_runtime_reason
 from rolecall.testing.recovery_world import FLEET, diagnosis
 from tests.recovery.test_guards import incident, plan
 from tests.recovery.test_policy import fleet
@@ -139,3 +139,26 @@ def test_findings_that_alternate_between_ranks_update_an_incident_once_each() ->
                 earlier_diagnoses=known.diagnoses,
                 seen_keys=known.seen_keys | {found.key},
             )
+
+
+@pytest.mark.parametrize(
+    ("given_up_at", "state", "incarnation", "is_cause"),
+    [
+        (9.9, ReplicaState.LOST, 2, True),
+        (10.1, ReplicaState.LOST, 2, False),  # the exit came first: the runtime only tells of it
+        (9.9, ReplicaState.LOST, 1, False),
+        (9.9, ReplicaState.STARTING, 2, False),
+    ],
+)
+def test_a_process_that_the_runtime_has_ended_did_not_crash_by_itself(
+    given_up_at: float, state: ReplicaState, incarnation: int, is_cause: bool
+) -> None:
+    because = "timed out after 120.0 s waiting for trainer/0 to start"
+    changed = {"state": state, "incarnation": incarnation, "changed_at": given_up_at, "because": because}
+    view = FleetView(replicas=tuple(replace(r, **changed) if r.replica == AT_FAULT else r for r in AFTER.replicas))
+    crashed = diagnosis(F.CRASH, (AT_FAULT, 2), onset=10.0)
+    found = with_runtime_reason(crashed, view)
+    ended = f"{AT_FAULT}#2 was ended by the runtime: {because}; " if is_cause else ""
+    assert found == replace(crashed, because=f"{ended}{crashed.because}") and found.key == crashed.key
+    hung = diagnosis(F.HANG, (AT_FAULT, 2), onset=10.0)
+    assert with_runtime_reason(hung, view) == hung

@@ -43,6 +43,9 @@ KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
 DRAIN_SECONDS = 3.0
 """Time for the controller to take the last tokens of a live rollout that is replaced, and to fence it."""
+START_FACTOR = 2.0
+"""Of `detector.first_unit_seconds`, until the runtime gives up a start. A watch judges a start earlier, and by the CPU
+time that it got: on a busy machine a healthy one takes longer. This ends those that no watch sees."""
 PROMOTE_SECONDS = 10.0
 
 
@@ -141,7 +144,7 @@ class Operations:
                 return
             # They end with their first rank; one that does not would keep its device.
             self._end_processes(former_ranks(self._run.path, record.replica, record.incarnation))
-            born = self._actors.start(spawn, self._job.detector.first_unit_seconds)
+            born = self._actors.start(spawn, START_FACTOR * self._job.detector.first_unit_seconds)
         finally:
             if is_engine:
                 self._engines.release()

@@ -1,6 +1,7 @@
 """Reward workers take turns, so that a replacement is seen to work; a reward belongs to the tokens that were judged."""
 
 import asyncio
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ import pytest
 
 from rolecall.core.errors import WrongNumbers
 from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.controller import reward_scoring
 from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
 from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
@@ -103,8 +105,12 @@ def test_a_reward_for_tokens_that_are_no_more_is_not_that_of_those_made_in_their
     assert (group.phase, group.rewards) == (GroupPhase.SCORED, (1.0,))
 
 
-def test_a_worker_is_told_how_long_its_last_answer_took() -> None:
+@pytest.mark.parametrize("busy", [0.0, 4.0])
+def test_a_worker_is_told_how_long_its_last_answer_took(busy: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what the caller did meanwhile, or could not do for want of a CPU."""
     table, group = _group()
+    counted = itertools.count(0.0, busy)
+    monkeypatch.setattr(reward_scoring, "busy_seconds", lambda: next(counted))
     scoring, told = _scoring([], table), []
 
     async def answer(_groups: Any, _seconds: float, waited: float) -> list[list[float]]:
@@ -117,7 +123,8 @@ def test_a_worker_is_told_how_long_its_last_answer_took() -> None:
             await scoring._score(cast(Any, SimpleNamespace(score=answer)), key, [group])
 
     asyncio.run(score())
-    assert told[0] == told[2] == 0.0 and told[1] >= 0.009, "each worker of its own"
+    assert told[0] == told[2] == 0.0, "each worker of its own"
+    assert told[1] + busy >= 0.009 and (not busy or told[1] < busy)
 
 
 def _group() -> tuple[TrajectoryTable, Any]:

@@ -57,7 +57,7 @@ class Situation:
     """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
     code_survives: bool = True  # in mode observe: a process whose code failed still runs
     channel: str = NO_CHANNEL
-    committed_at: float | None = None  # of the newest committed step, where the plan is a restart
+    committed_seq: int = 0  # journal line of the newest committed step, where the plan is a restart
 
     @property
     def observing(self) -> bool:
@@ -136,10 +136,10 @@ def _orphans(incident: Incident, situation: Situation) -> GuardResult | None:
 
 def _commits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     """A restart may have waited, and the job works by now without the replica at fault."""
-    made_at, committed_at = incident.attempt.made_at if incident.attempt else None, situation.committed_at
-    if not plan.action.is_restart or situation.config.scope == "job" or None in (made_at, committed_at):
+    attempt = incident.attempt
+    if attempt is None or not plan.action.is_restart or situation.config.scope == "job":
         return None
-    if committed_at <= made_at:  # type: ignore[operator]  # neither is None
+    if situation.committed_seq <= attempt.made_seq:
         return None
     because = f"a step was committed after it was planned to {in_words(plan.action)}: nothing healthy is restarted"
     return GuardResult(COMMITS, because, page_oncall=True)

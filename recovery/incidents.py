@@ -22,9 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
-from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
+from rolecall.core.clock import SteadyTime
+from rolecall.core.diagnosis import Diagnosis, Plan, Suspect, moved
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
@@ -141,13 +142,15 @@ class DiagnosisReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One plan and its outcome. Times are wall seconds of the journal."""
+    """One plan and its outcome. Times are wall seconds of the journal, which may be set; `..._seq` are its lines, which
+    tell what came first."""
 
     number: int  # from 1
     plan: Plan
     page_oncall: bool
     outcome: str  # what closes the incident when the plan is to do nothing
     made_at: float
+    made_seq: int = 0
     held_by: frozenset[str] = frozenset()  # guards that have blocked it
     held_because: tuple[str, ...] = ()  # their reasons, oldest first
     expires_at: float | None = None  # of its proposal; at least its approval time after the end of a hold
@@ -157,9 +160,24 @@ class Attempt:
     decided_by: str = ""
     decision_because: str = ""
     started_at: float | None = None
+    started_seq: int = 0
     done_at: float | None = None
     failure: ActionFailure | None = None
     failed_because: str = ""
+
+    def moved(self, seconds: float) -> Self:
+        return replace(
+            self,
+            made_at=self.made_at + seconds,
+            expires_at=_later(self.expires_at, seconds),
+            hold=self.hold and replace(self.hold, until=self.hold.until + seconds),
+            started_at=_later(self.started_at, seconds),
+            done_at=_later(self.done_at, seconds),
+        )
+
+
+def _later(at: float | None, seconds: float) -> float | None:
+    return None if at is None else at + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +189,9 @@ class Incident:
     seen_keys: frozenset[str]  # every diagnosis key attributed to this incident
     earlier_diagnoses: tuple[Diagnosis, ...] = ()  # before the newest, oldest first
     attempts: tuple[Attempt, ...] = ()
+    opened_seq: int = 0
     verified_at: float | None = None
+    verified_seq: int = 0
     verified_because: str = ""
     closed_at: float | None = None
     outcome: IncidentOutcome | None = None
@@ -274,6 +294,18 @@ class Incident:
         if self.attempt is None or self.state not in UNDER_REPAIR:
             return frozenset()
         return self.attempt.plan.ends
+
+    def moved(self, seconds: float) -> Self:
+        """The same on a wall clock that was set by so much: everything is as long ago as it was."""
+        return replace(
+            self,
+            diagnosis=moved(self.diagnosis, seconds),
+            earlier_diagnoses=tuple(moved(d, seconds) for d in self.earlier_diagnoses),
+            opened_at=self.opened_at + seconds,
+            attempts=tuple(a.moved(seconds) for a in self.attempts),
+            verified_at=_later(self.verified_at, seconds),
+            closed_at=_later(self.closed_at, seconds),
+        )
 
     def at_fault(self, plan: Plan) -> frozenset[str]:
         """Targets of one of its plans because of which it acts: a restart takes down healthy replicas too."""
@@ -432,6 +464,7 @@ def _opened(event: Event) -> Incident:
         state=S.OPEN,
         diagnosis=diagnosis,
         opened_at=event.wall_at,
+        opened_seq=event.seq,
         seen_keys=frozenset({diagnosis.key}),
         last_event_id=event.event_id,
         story=_story(None, event),
@@ -479,10 +512,11 @@ def _of_incident(incident: Incident, event: Event) -> Incident:
                 page_oncall=created.page_oncall,
                 outcome=created.outcome,
                 made_at=event.wall_at,
+                made_seq=event.seq,
             )
             return replace(incident, attempts=(*incident.attempts, attempt), state=S.PLANNED)
         case IncidentVerified(because=because):
-            return replace(incident, verified_at=event.wall_at, verified_because=because)
+            return replace(incident, verified_at=event.wall_at, verified_seq=event.seq, verified_because=because)
         case IncidentClosed(outcome=outcome, because=because):
             result = IncidentOutcome(outcome)
             return replace(incident, state=S.CLOSED, closed_at=event.wall_at, outcome=result, because=because)
@@ -517,7 +551,7 @@ def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
         case HoldLifted() if attempt.hold is not None:
             return _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True))
         case ActionStarted():
-            return replace(attempt, started_at=event.wall_at)
+            return replace(attempt, started_at=event.wall_at, started_seq=event.seq)
         case ActionDone():
             return replace(attempt, done_at=event.wall_at)
         case ActionFailed(failure=failure, because=because):
@@ -540,9 +574,13 @@ class IncidentProjection:
 
     It can be discarded and rebuilt at any time. An incident whose events are invalid or unreadable (a foreign writer, a
     damaged line, a bug) is set aside with its history and does not affect the others.
+
+    Times are those of the writers' wall clocks. A loop that acts on them gives its own `time`: then what it reads was
+    written since it last read, and what is older is at most as old as it says.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, time: SteadyTime | None = None) -> None:
+        self._time, self._read_at = time, -math.inf
         self.incidents: dict[str, Incident] = {}
         self.broken: dict[str, Exception] = {}  # incident id, or the journal line where the incident is unknown
         self.to_notify: list[Event] = []
@@ -558,14 +596,31 @@ class IncidentProjection:
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine]) -> None:
         """Applies events and unreadable lines that the caller has read; kinds not in `READ_KINDS` are skipped."""
         lines: list[Event | DamagedLine] = [*events, *damaged]
+        times = self._times(events)
         for line in sorted(lines, key=lambda line: line.seq):
             self._seen_seq = line.seq
             if isinstance(line, DamagedLine):
                 self._set_aside(line.incident_id or f"journal line {line.seq}", line.error)
             else:
-                self._take(line)
+                self._take(line, times.get(line.seq, line.wall_at))
 
-    def _take(self, event: Event) -> None:
+    def _times(self, events: Sequence[Event]) -> dict[int, float]:
+        """Line -> when it was written, in the order of lines."""
+        if self._time is None:
+            return {}
+        now = at = self._time.now()
+        times = {e.seq: (at := max(self._read_at, min(at, e.wall_at))) for e in reversed(events)}
+        self._read_at = now
+        return times
+
+    def follow(self) -> None:
+        """Follows the wall clock where it was set."""
+        seconds = self._time.follow() if self._time is not None else 0.0
+        if seconds:
+            self._read_at += seconds
+            self.incidents = {name: i.moved(seconds) for name, i in self.incidents.items()}
+
+    def _take(self, event: Event, at: float) -> None:
         if isinstance(event.payload, RunEnded):
             self.ended = event.payload.because or event.payload.outcome or "ended"
         if event.kind is EventKind.INCIDENT_OPENED:
@@ -576,7 +631,7 @@ class IncidentProjection:
         if name is None or event.kind not in LEGAL or name in self.broken:
             return
         try:
-            self.incidents[name] = apply(self.incidents.get(name), event)
+            self.incidents[name] = apply(self.incidents.get(name), _written(event, at))
         except InvalidTransition as e:
             self._set_aside(name, e)
         except Exception as e:  # noqa: BLE001
@@ -595,6 +650,18 @@ class IncidentProjection:
 
     def open_incidents(self) -> list[Incident]:
         return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
+
+
+def _written(event: Event, at: float) -> Event:
+    """The event as if `at` was the time on its writer's clock."""
+    seconds, payload = at - event.wall_at, event.payload
+    if not seconds:
+        return event
+    if isinstance(payload, PlanProposed):
+        payload = replace(payload, expires_at=payload.expires_at + seconds)
+    elif isinstance(payload, HoldPlaced):
+        payload = replace(payload, until=payload.until + seconds)
+    return replace(event, wall_at=at, payload=payload)
 
 
 def open_incident(

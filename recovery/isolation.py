@@ -116,7 +116,7 @@ class FaultTolerantDetector:
         self._source, self._detector, self._clock = source, detector, clock
         self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
         self.error = ""
-        self.since = clock.wall()  # since when the absence of a diagnosis is meaningful
+        self.since = clock.monotonic()  # since when the absence of a diagnosis is meaningful
 
     def poll(self, poll_seconds: float) -> list[Diagnosis]:
         """Current diagnoses; none while source or detector fail."""
@@ -127,7 +127,7 @@ class FaultTolerantDetector:
             # Deliberate: see the module docstring.
             logger.exception("source or detector failed")
             self.error = f"{type(e).__name__}: {e}"
-            self.since = self._clock.wall()
+            self.since = self._clock.monotonic()
             return []
         self.error = ""
         return diagnoses

@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from rolecall.core.clock import Clock
+from rolecall.core.clock import Clock, SteadyTime
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.config.section import RecoveryMode
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
@@ -38,11 +38,11 @@ from rolecall.core.journal.payloads.contract import Payload
 from rolecall.core.journal.payloads.recovery import (
     IncidentUpdated,
     LeaseAcquired,
-    NodeReturnedToService,
     OncallPaged,
     PlanCreated,
 )
 from rolecall.core.journal.rows import DamagedLine
+from rolecall.core.membership import ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
@@ -70,7 +70,7 @@ from rolecall.recovery.next_step import (
     next_step,
     restart_waits,
 )
-from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
+from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes, returned_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import FULL_DISK, PolicyInput, busy_replicas, decide, lost_nodes, question
 from rolecall.recovery.triage import (
@@ -159,11 +159,15 @@ class Watch:
         self._reaper = reaper
         self._orphans_config = config if reaper is None else config.model_copy(update={"mode": orphans_mode})
         self._poll_seconds = poll_seconds
-        self._projection = IncidentProjection()
+        self._time = SteadyTime(clock)
+        self._projection = IncidentProjection(self._time)
         self._notifications = NotificationSender(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
         self._lease: Lease | None = None
         self._renew_at = 0.0
-        self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
+        self._followed: Lease | None = None  # of another watch, as last read
+        self._lapses_at = 0.0  # unless it is renewed, monotonic seconds
+        self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, monotonic seconds
+        self._lost_at: dict[tuple[str, int], float] = {}  # incarnation -> when it was first seen lost, the same
         self._diagnoses: list[Diagnosis] = []  # of this tick
         self._paged_of: set[tuple[str, float]] = set()  # full disks of which on-call was told without the journal
         self._cached_fleet: FleetView | None = None
@@ -215,6 +219,7 @@ class Watch:
         written; the next tick continues from its state."""
         diagnoses = self._diagnoses = self._detector.poll(self._poll_seconds)
         self._cached_fleet = None
+        self._projection.follow()
         try:
             held = self._hold_lease()
             with self._journal.view():
@@ -244,16 +249,21 @@ class Watch:
     # --- the lease --------------------------------------------------------------------------------------------------
 
     def _hold_lease(self) -> bool:
-        now = self._clock.monotonic()
+        now, seconds = self._clock.monotonic(), self._config.lease_seconds
         if self._lease is not None and now < self._renew_at:
             return True
         if self._lease is None:
             # A read is cheaper than a write: a follower should not compete for the database.
-            current = self._journal.lease(LEASE_NAME)
-            if current and current.holder not in ("", self._holder) and current.expires_at > self._clock.wall():
+            current, known = self._journal.lease(LEASE_NAME), self._followed
+            if current != known:
+                self._followed = current
+                # Of one that was not seen before, the wall clock of its holder tells the age.
+                left = current.expires_at - self._time.now() if current and known is None else seconds
+                self._lapses_at = now + min(max(left, 0.0), seconds)
+            if current and current.holder not in ("", self._holder) and now < self._lapses_at:
                 return False
-        lease = self._journal.acquire(LEASE_NAME, self._holder, self._config.lease_seconds)
-        self._renew_at = now + self._config.lease_seconds / RENEWALS_PER_LEASE
+        lease = self._journal.acquire(LEASE_NAME, self._holder, seconds, lapsed=self._followed)
+        self._renew_at = now + seconds / RENEWALS_PER_LEASE
         before, self._lease = self._lease, lease
         if lease is None:
             return False
@@ -262,7 +272,7 @@ class Watch:
             acquired = LeaseAcquired(holder=self._holder, fence=lease.fence, mode=mode, orphans_mode=orphans_mode)
             self._write(acquired, key=f"lease:{LEASE_NAME}:{lease.fence}")
             self._notifications.adopt(self._journal)
-            recent = self._clock.wall() - ADOPTED_SECONDS
+            recent = self._time.now() - ADOPTED_SECONDS
             self._windows_to_keep = [i.incident_id for i in self._projection.incidents.values() if i.opened_at > recent]
             self._evidence.adopt(self._journal, (i for i in self._projection.open_incidents() if i.opened_at > recent))
         return True
@@ -291,16 +301,19 @@ class Watch:
         """Returns all current diagnoses, with those that only the journal shows: lost replicas that no detector
         diagnosed, and suspected ones on a node whose burn-in failed.
         """
-        now = self._clock.wall()
+        now, wall_at = self._clock.monotonic(), self._time.now()
         found = list(diagnoses)
         if not stopping:
             fleet, incidents = self._fleet(), self._projection.incidents.values()
-            found += unrepaired(fleet, incidents, now)
+            lost = [(r.replica, r.incarnation) for r in fleet.replicas if r.state is ReplicaState.LOST]
+            self._lost_at = {key: self._lost_at.get(key, now) for key in lost}
+            lost_seconds = {replica: now - at for (replica, _), at in self._lost_at.items()}
+            found += unrepaired(fleet, incidents, wall_at, lost_seconds)
             suspected = suspected_once(incidents, fleet)
             if suspected:
                 damaged: list[DamagedLine] = []  # a line that cannot be read says nothing
                 nodes = fold_nodes(self._journal.events(kinds=NODE_KINDS, damaged=damaged))
-                found += failed_burn_ins(suspected, nodes, now)
+                found += failed_burn_ins(suspected, nodes, wall_at)
         for diagnosis in found:
             if self._failures.due(diagnosis.key):
                 with self._failures.isolate(diagnosis.key):
@@ -345,7 +358,7 @@ class Watch:
             with self._failures.isolate(f"window of {name}"):
                 if incident is not None and WINDOW_NAME not in self._journal.windows(name):
                     window = {**self._detector.window(incident.diagnosis.suspects)}
-                    window["late_seconds"] = round(self._clock.wall() - incident.opened_at, 3)
+                    window["late_seconds"] = round(self._time.now() - incident.opened_at, 3)
                     self._journal.save_window(name, WINDOW_NAME, window)
             self._windows_to_keep.pop()
 
@@ -379,7 +392,7 @@ class Watch:
             config=self._config,
             past=(),
             supports=self._actuator.supports,
-            lost_nodes=lost_nodes(incidents, self._returned_at()),
+            lost_nodes=lost_nodes(incidents, returned_nodes(self._journal)),
             quarantined_nodes=quarantined_nodes(self._journal),
             loads=self._detector.loads(),
             busy=busy_replicas(incidents),
@@ -409,8 +422,8 @@ class Watch:
                 # Of an orphan also what is possible for replicas: the dashboard reads it from the newest plan.
                 supports=self._actuator.supports | self._actuator_of(incident).supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
-                committed_at=self._committed_at() if incident.state is IncidentState.OPEN else None,
-                returned_at=self._returned_at(),
+                committed_seq=self._committed_seq() if incident.state is IncidentState.OPEN else 0,
+                returned_seq=returned_nodes(self._journal),
                 loads=self._detector.loads() if incident.state is IncidentState.OPEN else None,
             )
             move = next_step(incident, situation, policy_input)
@@ -439,17 +452,12 @@ class Watch:
         ends = (PlanTarget(replica=v.replica, incarnation=v.desired_incarnation, node=v.node) for v in seen)
         return replace(plan, also_hit=tuple(actuator.also_hit(plan)), also_ends=tuple(ends))
 
-    def _returned_at(self) -> dict[str, float]:
-        """Node -> when it was last returned to service, wall seconds."""
-        returned = self._journal.events(kinds=[EventKind.NODE_RETURNED_TO_SERVICE], damaged=[])
-        return {e.as_(NodeReturnedToService).node: e.wall_at for e in returned}
-
-    def _committed_at(self) -> float | None:
+    def _committed_seq(self) -> int:
         try:
             newest = self._journal.last(EventKind.STEP_COMMITTED)
         except JournalCorrupt:
-            return self._clock.wall()  # a line that cannot be read escalates nothing
-        return newest.wall_at if newest is not None else None
+            return self._journal.head().position  # a line that cannot be read escalates nothing
+        return newest.seq if newest is not None else 0
 
     def _has_begun(self, incident: Incident) -> bool:
         """Whether a call of the newest plan was made."""
@@ -479,7 +487,7 @@ class Watch:
             self._append(incident, event)
         if not actuator.schedules:
             self._forget(move.plan)  # before it dies
-        lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
+        lost = lost_nodes(self._projection.incidents.values(), returned_nodes(self._journal))
         try:
             result = actuator.perform(move.plan, self._lease, lost)
         except ActuatorError as e:
@@ -520,20 +528,21 @@ class Watch:
         flags = (self._journal.flag(PAUSED_FLAG), self._journal.flag(STOP_FLAG), self._projection.ended)
         if any(flag is not None for flag in flags) or any(map(needs_node, self._projection.open_incidents())):
             return
-        lost = lost_nodes(self._projection.incidents.values(), self._returned_at())
+        lost = lost_nodes(self._projection.incidents.values(), returned_nodes(self._journal))
         for comeback in comebacks(self._fleet(), quarantined_nodes(self._journal) | lost):
             logger.info("%s", json.dumps({"event": "lender_resumed", "because": comeback.because}))
             self._actuator.resume(comeback, self._lease)
         self._cached_fleet = None
 
     def _situation(self, incident: Incident) -> Situation:
-        now = self._clock.wall()
-        stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
-        config, since = self._config_of(incident), self._detector.since
+        now, now_monotonic = self._time.now(), self._clock.monotonic()
+        open_seconds, watched_seconds = now - incident.opened_at, now_monotonic - self._detector.since
+        stood = [now_monotonic - self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
+        config = self._config_of(incident)
         observing = config.mode == "observe"
         paused = self._journal.flag(PAUSED_FLAG)
-        if observing and incident.opened_at < since:
-            since += REDISCOVERY_SECONDS
+        if observing and open_seconds > watched_seconds:
+            watched_seconds -= REDISCOVERY_SECONDS
         return Situation(
             now=now,
             fleet=self._fleet(),
@@ -543,7 +552,7 @@ class Watch:
             begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
-            absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
+            absent_seconds=max(0.0, min([watched_seconds, open_seconds, *stood])),
             progress=self._detector.progress(incident),
             waiting=self._detector.waiting(incident) if incident.state is IncidentState.VERIFYING else frozenset(),
             worked=self._detector.worked(incident.touched)
@@ -552,7 +561,7 @@ class Watch:
             fates=self._detector.fates(incident) if observing else None,
             code_survives=not observing or self._detector.code_survives(incident),
             channel=self._notifier.channel,
-            committed_at=self._committed_at() if restart_waits(incident) else None,
+            committed_seq=self._committed_seq() if restart_waits(incident) else 0,
         )
 
     def _fleet(self) -> FleetView:

@@ -129,6 +129,12 @@ def _after(before: NodeRecord, payload: NodePayload, at: float) -> NodeRecord:
             return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
 
 
+def returned_nodes(journal: Journal) -> dict[str, int]:
+    """Node -> journal line where it was last returned to service."""
+    returned = journal.events(kinds=[K.NODE_RETURNED_TO_SERVICE], damaged=[])
+    return {e.as_(NodeReturnedToService).node: e.seq for e in returned}
+
+
 def known_nodes(journal: Journal) -> set[str]:
     """Every node that the run started with, that is watched, or that a replica was ever placed on."""
     started = journal.last(K.RUN_STARTED)

@@ -167,17 +167,16 @@ def question(
     config: RecoveryConfig,
     supports: frozenset[ActionKind],
     quarantined_nodes: frozenset[str] = frozenset(),
-    committed_at: float | None = None,
-    returned_at: Mapping[str, float] | None = None,
+    committed_seq: int = 0,
+    returned_seq: Mapping[str, int] | None = None,
     loads: Mapping[str, ReplicaLoad] | None = None,
 ) -> PolicyInput:
-    """The input of `decide` for an incident. `committed_at`: of the newest committed step, wall seconds. `returned_at`:
-    as of `lost_nodes`."""
+    """The input of `decide` for an incident. `committed_seq`: journal line of the newest committed step; 0: there is
+    none. `returned_seq`: as of `lost_nodes`."""
     known = list(incidents)
-    since = -math.inf if committed_at is None else committed_at
     failures = incident.failures
     # A step that was in progress when the fault began may still be committed: it does not show that the job works.
-    began = (failures[-1].started_at if failures else None) or incident.opened_at
+    began_seq = (failures[-1].started_seq if failures else 0) or incident.opened_seq
     past = tuple(
         FailedAttempt(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
         for a in failures
@@ -190,17 +189,17 @@ def question(
         config=config,
         past=past,
         supports=supports,
-        lost_nodes=lost_nodes(known, returned_at or {}),
+        lost_nodes=lost_nodes(known, returned_seq or {}),
         quarantined_nodes=quarantined_nodes,
         same_step=frozenset(
             i.attempt.plan.action
             for i in known
             if not fleet.places.scheduled  # the steps of another system's job are not known to be committed
             if i.attempt is not None and i.outcome is IncidentOutcome.RESOLVED and not i.requested_by_operator
-            if (i.verified_at or 0.0) > since
+            if i.verified_seq > committed_seq
             and {fleet.unit_of(r) for r in i.named} & {fleet.unit_of(r) for r in incident.named}
         ),
-        commits_since=since >= began,
+        commits_since=committed_seq > began_seq,
         loads=loads or {},
         busy=busy_replicas(known, incident.incident_id),
     )
@@ -216,14 +215,15 @@ def busy_replicas(incidents: Iterable[Incident], but: str = "") -> frozenset[str
     return frozenset(found)
 
 
-def lost_nodes(incidents: Iterable[Incident], returned_at: Mapping[str, float]) -> frozenset[str]:
-    """Nodes diagnosed as lost and not returned to service since. `returned_at`: node -> when, wall seconds."""
+def lost_nodes(incidents: Iterable[Incident], returned_seq: Mapping[str, int]) -> frozenset[str]:
+    """Nodes diagnosed as lost and not returned to service since. `returned_seq`: node -> journal line of its last
+    return."""
     return frozenset(
         s.node
         for i in incidents
         if i.diagnosis.fault_class.spec.loses_node
         for s in i.diagnosis.suspects
-        if returned_at.get(s.node, -math.inf) < i.opened_at
+        if returned_seq.get(s.node, -1) < i.opened_seq
     )
 
 

@@ -177,8 +177,11 @@ def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]
     return frozenset(r for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
 
 
-def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> list[Diagnosis]:
-    """Diagnoses for replicas that the runtime lost and no incident handles: a lost event only delays the repair."""
+def unrepaired(
+    fleet: FleetView, incidents: Iterable[Incident], now: float, lost_seconds: Mapping[str, float]
+) -> list[Diagnosis]:
+    """Diagnoses for replicas that the runtime lost and no incident handles: a lost event only delays the repair.
+    `lost_seconds`: for how long this watch has seen each lost replica so."""
     known = list(incidents)
     handled = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.handled)}
     for incident in known:
@@ -186,10 +189,11 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
     found = []
     for view in fleet.replicas:
         lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation
-        if lost and now - view.changed_at >= LOST_GRACE_SECONDS and view.replica not in handled:
+        seconds = lost_seconds.get(view.replica, 0.0)
+        if lost and seconds >= LOST_GRACE_SECONDS and view.replica not in handled:
             why = f": {view.because}" if view.because else ""
             because = (
-                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {now - view.changed_at:.1f} s ago "
+                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {seconds:.1f} s ago "
                 f"and it has no replacement{why}"
             )
             found.append(

@@ -54,7 +54,7 @@ from rolecall.recovery.incidents import (
 )
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
-from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
+from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes, returned_nodes
 from rolecall.recovery.operators.queries import known
 from rolecall.recovery.operators.run_location import RunLocation, check_request, checked_name, journal_of, opened
 from rolecall.recovery.policy import lost_nodes
@@ -317,8 +317,8 @@ def return_node(location: RunLocation, node: str, by: str, because: str, clock: 
     check_request(by, because)
     with _of_running(location, clock, also_watched=True) as (journal, projection):
         record = _record(journal, projection, node)
-        returned_at = {node: record.returned_at} if record.returned_at is not None else {}
-        if not record.quarantined and node not in lost_nodes(projection.incidents.values(), returned_at):
+        lost = lost_nodes(projection.incidents.values(), returned_nodes(journal))
+        if not record.quarantined and node not in lost:
             raise CommandRefused(f"{node} is neither quarantined nor lost")
         journal.append(NodeReturnedToService(node=node, by=by, because=because))
         only_watched = _is_only_watched(journal)

@@ -37,6 +37,7 @@ class ClusterState:
     nodes: Sequence[NodeId]  # that live
     quarantined: Collection[NodeId] = ()  # of these, nodes that only get replicas placed there explicitly by recovery
     too_small: Mapping[str, Collection[NodeId]] = field(default_factory=dict)  # of these, by role of the standby
+    stopped_seconds: Mapping[Incarnation, float] = field(default_factory=dict)  # how long a standby is used up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,8 @@ class RefillStandby(ReconcileStep):
     node: NodeId
 
 
-def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
-    """Instructions for this moment (`now`: wall seconds), in the order of replicas."""
+def reconcile(fleet: ClusterState) -> list[ReconcileStep]:
+    """Instructions for this moment, in the order of replicas."""
     found: list[ReconcileStep] = []
     promoted: set[Incarnation] = set()
     for replica in sorted({r for r, _ in fleet.actual} | set(fleet.desired)):
@@ -103,7 +104,7 @@ def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
             found.append(beginning)
             if isinstance(beginning, Promote):
                 promoted.add((beginning.standby, beginning.standby_incarnation))
-        elif refill := _refill(fleet, current, now, taken={i.node for i in found if isinstance(i, RefillStandby)}):
+        elif refill := _refill(fleet, current, taken={i.node for i in found if isinstance(i, RefillStandby)}):
             found.append(refill)
     return found
 
@@ -180,11 +181,11 @@ def _ready_standby(fleet: ClusterState, role: str, promoted: set[Incarnation]) -
     return None
 
 
-def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
+def _refill(fleet: ClusterState, current: Actual, taken: set[NodeId]) -> RefillStandby | None:
     # Recovery replaces a LOST standby; STOPPED means that a promotion used it up.
     if not is_standby(current.replica) or current.state is not ReplicaState.STOPPED:
         return None
-    if now - current.changed_at < REFILL_SECONDS:
+    if fleet.stopped_seconds.get((current.replica, current.incarnation), 0.0) < REFILL_SECONDS:
         return None
     # Not before every other replica has its process: another start would slow a recovery in progress.
     working = {key for key, a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}

@@ -178,6 +178,7 @@ class Supervisor:
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()
         self._renewed_at = 0.0
+        self._stopped_at: dict[Incarnation, float] = {}  # used-up standbys: since when, monotonic seconds
         self._held = NEED_MODEL
         self._stopped = False
 
@@ -312,7 +313,7 @@ class Supervisor:
             raise ActuatorError("Ray's head (GCS) has ended: the run cannot continue without it")
         self.agents.tick()
         fleet = self._observe()
-        for instruction in reconcile(fleet, self.clock.wall()):
+        for instruction in reconcile(fleet):
             self._perform(instruction, fleet)
         now = self.clock.monotonic()
         if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
@@ -330,6 +331,9 @@ class Supervisor:
             for key, a in actual.items()
             if a.pid and a.state is not ReplicaState.STOPPED and self._watch.alive(a.pid, a.start_ticks)
         }
+        now = self.clock.monotonic()
+        stopped = [key for key, a in actual.items() if is_standby(a.replica) and a.state is ReplicaState.STOPPED]
+        self._stopped_at = {key: self._stopped_at.get(key, now) for key in stopped}
         return ClusterState(
             desired=self.journal.desired(),
             actual=actual,
@@ -338,6 +342,7 @@ class Supervisor:
             nodes=[n for n in self.nodes if n not in dead_nodes],
             quarantined=quarantined_nodes(self.journal),
             too_small={role: self._too_small(role) for role in STANDBY_ROLES},
+            stopped_seconds={key: now - at for key, at in self._stopped_at.items()},
         )
 
     def _too_small(self, role: str) -> list[NodeId]:

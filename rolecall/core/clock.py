@@ -6,6 +6,9 @@
 import time
 from typing import Protocol
 
+CLOCK_SET_SECONDS_MIN = 1.0
+"""A wall clock that moves more than this against the monotonic one was set, or the machine slept."""
+
 
 class Clock(Protocol):
     def monotonic(self) -> float: ...
@@ -26,6 +29,27 @@ class SystemClock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
+
+
+class SteadyTime:
+    """Seconds since 1970 for a loop that compares times: the wall clock, except that it is set only when the loop calls
+    `follow`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._offset = clock.wall() - clock.monotonic()
+
+    def now(self) -> float:
+        return self._clock.monotonic() + self._offset
+
+    def follow(self) -> float:
+        """By how many seconds the wall clock was set since the last call; 0: it was not. `now` moves by as much, and so
+        must every time that the loop has kept."""
+        moved = self._clock.wall() - self.now()
+        if abs(moved) <= CLOCK_SET_SECONDS_MIN:
+            return 0.0
+        self._offset += moved
+        return moved
 
 
 class FakeClock:

@@ -7,9 +7,9 @@ response to a diagnosis; an approval is bound to its hash.
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
@@ -167,6 +167,14 @@ class Diagnosis:
             "detectors": tuple(record["detectors"]),
         }
         return cls(**{**record, **fixed})
+
+
+Told = TypeVar("Told", Diagnosis, Finding)
+
+
+def moved(told: Told, seconds: float) -> Told:
+    """The same on a wall clock that was set by so much."""
+    return replace(told, onset=told.onset + seconds, detected_at=told.detected_at + seconds) if seconds else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CommandRefused, ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import OncallPaged
 from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded, StepCommitted
 from rolecall.core.membership import ReplicaState, is_standby
@@ -93,6 +93,8 @@ class Session:
     loggers: Child | None = None
     injected: int = 0  # faults that the schedule asked for
     _lease_checked_at: float = float("-inf")
+    _lease: Lease | None = None  # as last read
+    _renewed_at: float = 0.0  # when it was first read so, monotonic seconds
     _late_checks: int = 0  # in a row
 
     def execute(self) -> dict[str, Any]:
@@ -269,8 +271,10 @@ class Session:
             return
         self._lease_checked_at = now
         lease = journal.lease(LEASE_NAME)
+        if lease != self._lease:
+            self._lease, self._renewed_at = lease, now
         own = lease is not None and holder_pid(lease.holder) == watch.process.pid
-        late_seconds = self.clock.wall() - lease.expires_at if lease is not None and own else 0.0
+        late_seconds = now - self._renewed_at - self.job.recovery.lease_seconds if own else 0.0
         if late_seconds > 0:
             # A journal on a full disk can be read and not written: then the watch is not at fault, and this raises.
             journal.set_flag(TRIED_FLAG, str(self.clock.wall()))

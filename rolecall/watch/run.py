@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from rolecall.agent.data_dir import data_dirs_of_jobs
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.agent.local_access import local_authorization
-from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.clock import Clock, SteadyTime, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.config.watched import parse_watched
-from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding, moved
 from rolecall.core.errors import ConfigError, RunNotFound, UnreadableInput
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
@@ -84,8 +84,6 @@ PROFILES_FOLDER = "profiles"
 """In the folder of the runs: a file for each job."""
 PROFILE_SECONDS = 600.0
 LEARNED_FILE = "detector.json"
-CLOCK_SET_SECONDS_MIN = 1.0
-"""A wall clock that moves more than this against the monotonic one was set, or the machine slept."""
 
 
 def agent_urls(run: RunDir) -> dict[str, str]:
@@ -134,7 +132,7 @@ class _PersistentDetector:
         """
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
-        self._clock_began = clock.wall() - clock.monotonic()
+        self._time = SteadyTime(clock)
         self._clock_set = 0.0  # how far, since the start
         self._parts: Iterator[str | None] | None = None
         self._pulled, self._probe = pulled, probe
@@ -158,14 +156,17 @@ class _PersistentDetector:
         passed_on = self._detector
         self.processes, self.progressing = passed_on.processes, passed_on.progressing
         self.waits, self.has_worked = passed_on.waits, passed_on.has_worked
-        self.fate, self.survives = passed_on.fate, passed_on.survives
-        self.forget, self.window, self.loads = passed_on.forget, passed_on.window, passed_on.loads
+        self.fate, self.forget = passed_on.fate, passed_on.forget
+        self.window, self.loads = passed_on.window, passed_on.loads
+
+    def survives(self, role: str, since: float) -> bool:
+        return self._detector.survives(role, since - self._clock_set)
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
-        moved = self._clock.wall() - self._clock.monotonic() - self._clock_began
-        if abs(moved - self._clock_set) > CLOCK_SET_SECONDS_MIN:
-            logger.warning("the clock of this machine was set by %+.1f s", moved - self._clock_set)
-            self._clock_set = moved
+        set_by = self._time.follow()
+        if set_by:
+            logger.warning("the clock of this machine was set by %+.1f s", set_by)
+            self._clock_set += set_by
         silent = tuple((node, since - self._clock_set, reason) for node, since, reason in observation.unreachable)
         observation = replace(observation, wall_at=observation.wall_at - self._clock_set, unreachable=silent)
         of_panels: tuple[Finding, ...] = ()
@@ -176,11 +177,11 @@ class _PersistentDetector:
             # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
             logger.exception("panel detector failed, restarting it")
             self._panels = RunPanels(Sequential(profile=self._profile))
-        of_evidence = tuple(_moved(f, -self._clock_set) for f in self._pulled())
+        of_evidence = tuple(moved(f, -self._clock_set) for f in self._pulled())
         standing = self._detector.observe(replace(observation, panel_findings=of_panels, pulled_findings=of_evidence))
-        self._probe([_moved(d, self._clock_set) for d in self._detector.suspicions])
+        self._probe([moved(d, self._clock_set) for d in self._detector.suspicions])
         self._keep(standing)
-        return [_moved(d, self._clock_set) for d in standing]
+        return [moved(d, self._clock_set) for d in standing]
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
         """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds.
@@ -214,13 +215,6 @@ class _PersistentDetector:
             logger.warning(
                 "%s cannot be written (%s): the next watch starts without it", self._profile_path, e.strerror
             )
-
-
-Told = TypeVar("Told", Diagnosis, Finding)
-
-
-def _moved(told: Told, seconds: float) -> Told:
-    return replace(told, onset=told.onset + seconds, detected_at=told.detected_at + seconds) if seconds else told
 
 
 @dataclass(frozen=True, slots=True)

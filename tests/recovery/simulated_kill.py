@@ -65,9 +65,9 @@ class KillableJournal(Journal):
         )
         return event
 
-    def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
+    def acquire(self, name: str, holder: str, ttl_seconds: float, *, lapsed: Lease | None = None) -> Lease | None:
         lease: Lease | None = self._switch.around(
-            "acquire", lambda: super(KillableJournal, self).acquire(name, holder, ttl_seconds)
+            "acquire", lambda: super(KillableJournal, self).acquire(name, holder, ttl_seconds, lapsed=lapsed)
         )
         return lease
 

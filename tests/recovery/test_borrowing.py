@@ -19,6 +19,7 @@ from rolecall.recovery.borrowing import choose_lenders, comebacks
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.guards import LENDER
 from rolecall.recovery.incidents import ActionFailure, IncidentOutcome
+from rolecall.recovery.nodes import returned_nodes
 from rolecall.recovery.operators import commands, queries
 from rolecall.recovery.policy import PolicyInput, decide, lost_nodes
 from rolecall.testing.recovery_world import FLEET, diagnosis
@@ -273,7 +274,7 @@ def test_a_lost_node_takes_nothing_until_it_is_returned(tmp_path: Path) -> None:
     assert world.journal.desired()[ReplicaId("rollout/0")].lent and world.events(K.LENDER_RESUMED) == []
     world.detector.extra = []
     commands.return_node(run, LOST_NODE, "alice", "a new machine", world.clock)
-    assert lost_nodes(world.incidents(), {LOST_NODE: world.clock.wall()}) == frozenset()
+    assert lost_nodes(world.incidents(), returned_nodes(world.journal)) == frozenset()
     world.until(lambda: world.events(K.LENDER_RESUMED), watch)
 
 

@@ -136,7 +136,7 @@ def test_rule_first_iteration_one_failed_replacement_is_tolerated_and_the_second
     assert twice.action is A.RESTART_ROLE and names(twice) == HYBRIDS, "other rollouts are not part of it"
 
 
-def resolved(replica: str, verified_at: float) -> Incident:
+def resolved(replica: str, verified_seq: int) -> Incident:
     plan = Plan(
         incident_id=IncidentId(f"inc-{replica}"), action=A.REPLACE_REPLICA, because="x",
         targets=tuple(PlanTarget(replica=ReplicaId(r), incarnation=1, node=NodeId("node-2")) for r in PAIR),
@@ -146,20 +146,20 @@ def resolved(replica: str, verified_at: float) -> Incident:
     )
     return Incident(
         incident_id=f"inc-{replica}", state=IncidentState.CLOSED, diagnosis=suspected(F.CRASH, replica), opened_at=0.0,
-        seen_keys=frozenset(), attempts=(made,), outcome=IncidentOutcome.RESOLVED, verified_at=verified_at,
+        seen_keys=frozenset(), attempts=(made,), outcome=IncidentOutcome.RESOLVED, verified_seq=verified_seq,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("committed_at", "action"), [(5.0, A.RESTART_ROLE), (20.0, A.REPLACE_REPLICA)])
-def test_rule_same_step_a_failure_of_the_partner_counts(committed_at: float, action: ActionKind) -> None:
-    before = resolved("rollout/1", verified_at=10.0)
+@pytest.mark.parametrize(("committed_seq", "action"), [(5, A.RESTART_ROLE), (20, A.REPLACE_REPLICA)])
+def test_rule_same_step_a_failure_of_the_partner_counts(committed_seq: int, action: ActionKind) -> None:
+    before = resolved("rollout/1", verified_seq=10)
     now = Incident(
         incident_id="inc-2", state=IncidentState.OPEN, diagnosis=suspected(F.CRASH, "trainer/1", 2), opened_at=30.0,
-        seen_keys=frozenset(),
+        opened_seq=30, seen_keys=frozenset(),
     )  # fmt: skip
     asked = question(
         now, [before, now], fleet=fleet(trainer_1=2, rollout_1=2), config=RecoveryConfig(mode="act"), supports=ALL,
-        committed_at=committed_at,
+        committed_seq=committed_seq,
     )  # fmt: skip
     plan = decide(asked).plan
     assert plan.action is action and names(plan) == (HYBRIDS if action is A.RESTART_ROLE else PAIR)

@@ -251,12 +251,12 @@ def test_a_restart_that_a_request_of_an_operator_led_to_needs_approval(action: A
 @pytest.mark.parametrize("state", [S.PLANNED, S.PROPOSED])
 def test_a_restart_that_waited_is_given_up_once_the_job_commits_steps(state: IncidentState) -> None:
     decision = Decision.APPROVED if state is S.PROPOSED else None
-    i = _incident(state, _attempt(A.RESTART_ROLE, decision=decision, expires_at=NOW + 60))
-    assert _said(_move(i, committed_at=NOW - 2))[0] is K.ACTION_STARTED, "before it was planned"
-    assert _said(_move(i, committed_at=NOW, config={"scope": "job"}))[0] is K.ACTION_STARTED
-    assert _said(_move(i, committed_at=NOW)) == (K.ONCALL_PAGED, "commits")
+    i = _incident(state, _attempt(A.RESTART_ROLE, decision=decision, expires_at=NOW + 60, made_seq=9))
+    assert _said(_move(i, committed_seq=8))[0] is K.ACTION_STARTED, "before it was planned"
+    assert _said(_move(i, committed_seq=10, config={"scope": "job"}))[0] is K.ACTION_STARTED
+    assert _said(_move(i, committed_seq=10)) == (K.ONCALL_PAGED, "commits")
     paged = replace(i, page_topics=frozenset({"commits"}))
-    assert _said(_move(paged, committed_at=NOW)) == (K.INCIDENT_CLOSED, "escalated")
+    assert _said(_move(paged, committed_seq=10)) == (K.INCIDENT_CLOSED, "escalated")
 
 
 def test_a_blocking_guard_is_recorded_once_and_a_request_times_out() -> None:

@@ -435,36 +435,37 @@ def test_a_job_that_works_without_the_replica_is_not_restarted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("starts", "committed_at", "works"),
+    ("starts", "committed_seq", "works"),
     [
-        ((), 99.0, False),
-        ((), 100.0, True),
-        ((101.0,), 100.5, False),
-        ((101.0,), None, False),
-        ((101.0, 120.0), 119.0, False),
-        ((101.0, 120.0), 120.5, True),
+        ((), 99, False),
+        ((), 101, True),
+        ((110,), 105, False),
+        ((110,), 0, False),
+        ((110, 120), 119, False),
+        ((110, 120), 121, True),
     ],
 )
 def test_only_a_step_after_the_start_of_the_last_attempt_shows_that_the_job_works(
-    starts: tuple[float, ...], committed_at: float | None, works: bool
+    starts: tuple[int, ...], committed_seq: int, works: bool
 ) -> None:
     plan = decide(ask(diagnosis(F.CRASH, ONE))).plan
     attempts = tuple(
         Attempt(
-            number=n, plan=plan, page_oncall=False, outcome="", made_at=at, started_at=at, failure=ActionFailure.DIED
+            number=n, plan=plan, page_oncall=False, outcome="", made_at=0.0, started_seq=seq, failure=ActionFailure.DIED
         )
-        for n, at in enumerate(starts, start=1)
+        for n, seq in enumerate(starts, start=1)
     )
     incident = Incident(
         incident_id="inc-1-x",
         state=IncidentState.OPEN,
         diagnosis=diagnosis(F.CRASH, ONE),
-        opened_at=100.0,
+        opened_at=0.0,
+        opened_seq=100,
         seen_keys=frozenset(),
         attempts=attempts,
     )
     config = RecoveryConfig(mode="act")
-    asked = question(incident, [], fleet=fleet(), config=config, supports=LADDER, committed_at=committed_at)
+    asked = question(incident, [], fleet=fleet(), config=config, supports=LADDER, committed_seq=committed_seq)
     assert asked.commits_since is works
 
 

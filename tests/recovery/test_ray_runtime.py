@@ -24,7 +24,7 @@ def world(tmp_path: Path) -> World:
 
 
 def take(world: World, holder: str = "me") -> Lease:
-    lease = world.journal.acquire("watch", holder, 5.0)
+    lease = world.journal.acquire("watch", holder, 5.0, lapsed=world.journal.lease("watch"))
     assert lease is not None
     return lease
 

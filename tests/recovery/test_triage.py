@@ -23,6 +23,7 @@ RESTARTED = incident(
     plan(*FLEET, action=ActionKind.RESTART_JOB, incident="inc-1-job"),
     started=1.0,
 )
+LOST = {r: LOST_GRACE_SECONDS for r in FLEET}
 AFTER = fleet(**{r.replace("/", "_"): 2 for r in FLEET})
 
 
@@ -73,7 +74,7 @@ def test_after_a_restart_a_crash_of_a_replica_that_was_healthy_opens_an_incident
 
 @pytest.mark.parametrize("known", [_escalated(), _failed(S.OPEN)], ids=["escalated", "open"])
 def test_after_a_restart_a_lost_replica_that_was_healthy_is_repaired(known: Incident) -> None:
-    found = unrepaired(_lost(AFTER), [known], now=LOST_GRACE_SECONDS)
+    found = unrepaired(_lost(AFTER), [known], 0.0, LOST)
     assert [s.replica for d in found for s in d.suspects] == [HEALTHY]
 
 
@@ -81,7 +82,7 @@ def test_a_replica_that_dies_during_a_restart_belongs_to_it() -> None:
     crash = diagnosis(F.CRASH, (HEALTHY, 2), onset=10.0)
     during = replace(RESTARTED, state=S.VERIFYING)
     assert triage(crash, [during], AFTER, reported_before=False).kind is TriageAction.FAIL
-    assert unrepaired(_lost(AFTER), [during], now=LOST_GRACE_SECONDS) == []
+    assert unrepaired(_lost(AFTER), [during], 0.0, LOST) == []
 
 
 def test_one_that_has_worked_since_has_a_fault_of_its_own() -> None:

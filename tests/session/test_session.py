@@ -118,7 +118,8 @@ def test_a_demo_that_would_be_stopped_before_it_may_end_is_refused(capsys: pytes
     assert "--hold-minutes: must be less than --minutes-max (10), got 10" in capsys.readouterr().err
 
 
-def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("set_by_seconds", [0.0, -3600.0, 3600.0], ids=["not set", "back", "forward"])
+def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path, set_by_seconds: float) -> None:
     clock = FakeClock()
     session = Session(
         job=demo_job(seed=1, num_steps=1, injection_allowed=False),
@@ -139,6 +140,8 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
     try:
         assert journal.acquire(LEASE_NAME, f"some:host:{first.pid}:77", 5.0) is not None
         first.send_signal(signal.SIGSTOP)
+        session._keep_watch(watch, journal)
+        clock.set_wall(set_by_seconds)
         for _ in range(30):  # late, and not late enough
             clock.advance(1.0)
             session._keep_watch(watch, journal)
@@ -184,6 +187,7 @@ def test_a_watch_whose_lease_runs_out_because_the_journals_disk_is_full_is_not_e
         assert watch.process is not None
         try:
             assert journal.acquire(LEASE_NAME, f"some:host:{watch.process.pid}:77", 5.0) is not None
+            session._keep_watch(watch, journal)
             disk.fill()
             clock.advance(6.0)
             for _ in range(2 * LATE_CHECKS_MAX):

@@ -66,3 +66,15 @@ def test_the_same_faults_are_found_at_the_same_time(name: str, at: float, second
     for (reported, *_, onset, until), (usually, *_, began, over) in zip(found, expected, strict=True):
         assert reported == pytest.approx(usually, abs=0.3) and (until is None) == (over is None)
         assert onset == pytest.approx(began + (seconds if reported > at else 0.0), abs=1.5), "on the clock as it is"
+
+
+def test_whether_a_process_of_then_still_runs_is_asked_on_the_clock_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(Scenario(SCENARIOS / "detect_step_tie.toml"), tmp_path)
+    asked: list[float] = []
+    monkeypatch.setattr(watched.detector._detector, "survives", lambda role, since: asked.append(since))
+    for moved in (0.0, HOUR):
+        watched.observe(Observation(wall_at=watched.clock.wall() + SAMPLE_SECONDS + moved))
+        watched.detector.survives("trainer", 100.0 + moved)
+    assert asked == [100.0, 100.0]

@@ -364,7 +364,7 @@ def test_a_leader_that_stood_still_past_its_lease_writes_nothing_more(
         it.see((A, 0, process(10)))
     stale, source = it.fleet, it.source
     it.clock.advance(LEASE_SECONDS + 1.0)
-    old, it.held = it.held, it.journal.acquire(LEASE_NAME, "second", LEASE_SECONDS)
+    old, it.held = it.held, it.journal.acquire(LEASE_NAME, "second", LEASE_SECONDS, lapsed=it.held)
     it.start()
     for pid in (10, 20):
         for _ in range(2):
@@ -379,7 +379,7 @@ def test_a_leader_that_stood_still_past_its_lease_writes_nothing_more(
     assert ReplicaId(B) not in it.journal.desired() and "has been superseded" in caplog.text
 
     it.clock.advance(LEASE_SECONDS + 1.0)
-    it.held = it.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS)
+    it.held = it.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS, lapsed=it.journal.lease(LEASE_NAME))
     for _ in range(2):
         it.see((A, 0, process(30)))
     assert it.state(A) == (3, 3, S.SERVING, 30), "it goes on from what the other one has counted"

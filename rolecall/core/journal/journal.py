@@ -32,7 +32,7 @@ class Lease:
     name: str
     holder: str
     fence: int
-    expires_at: float  # wall seconds
+    expires_at: float  # wall seconds of the holder, for display; see `Journal.acquire`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,18 +220,18 @@ class Journal:
                 previous = row["hash"]
         return ChainHead(position=position, hash=previous)
 
-    def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
-        """Takes the lease if it is free, expired or already ours; None while another one holds it.
+    def acquire(self, name: str, holder: str, ttl_seconds: float, *, lapsed: Lease | None = None) -> Lease | None:
+        """Takes the lease if it is free or already ours, or if it is still `lapsed`, which another one has not renewed
+        for too long by the monotonic clock of this process; None while another one holds it.
 
         A new holder's fencing number is one higher than all earlier ones; a renewal keeps its number.
         """
-        now = self.clock.wall()
         with self.store.write() as conn:
             row = conn.execute(sa.select(LEASES).where(LEASES.c.name == name)).mappings().first()
-            if row is not None and row["holder"] != holder and row["expires_at"] > now:
+            if row is not None and row["holder"] not in ("", holder) and Lease(**row) != lapsed:
                 return None
             fence = 1 if row is None else row["fence"] + (row["holder"] != holder)
-            lease = Lease(name=name, holder=holder, fence=fence, expires_at=now + ttl_seconds)
+            lease = Lease(name=name, holder=holder, fence=fence, expires_at=self.clock.wall() + ttl_seconds)
             if row is None:
                 conn.execute(LEASES.insert().values(**asdict(lease)))
             else:

@@ -100,7 +100,7 @@ class World:
         self.actuator = self.another()
 
     def take(self, holder: str) -> Lease:
-        lease = self.journal.acquire("watch", holder, 5.0)
+        lease = self.journal.acquire("watch", holder, 5.0, lapsed=self.journal.lease("watch"))
         assert lease is not None
         return lease
 

@@ -28,7 +28,6 @@ from rolecall.rl_runtime.cluster.reconcile import (
 
 S = ReplicaState
 NODES = tuple(NodeId(f"node-{i}") for i in range(7))
-NOW = 1_000.0
 
 
 def want(replica: str, incarnation: int = 1, node: str = "node-4", **more: object) -> Desired:
@@ -48,6 +47,7 @@ def fleet(
     *,
     dead: tuple[str, ...] = (),
     busy: tuple[tuple[str, int], ...] = (),
+    stopped_seconds: float = 3600.0,
 ) -> ClusterState:
     """Every process with a PID is alive unless `dead` names its `replica#incarnation`."""
     keys = {(a.replica, a.incarnation) for a in actual if a.pid and f"{a.replica}#{a.incarnation}" not in dead}
@@ -57,6 +57,7 @@ def fleet(
         alive=keys,
         busy={(ReplicaId(r), i) for r, i in busy},
         nodes=NODES,
+        stopped_seconds={(a.replica, a.incarnation): stopped_seconds for a in actual},
     )
 
 
@@ -230,15 +231,15 @@ TABLE = {
 @pytest.mark.parametrize("name", TABLE)
 def test_table(name: str) -> None:
     world, expected = TABLE[name]
-    instructions = reconcile(world, NOW)
+    instructions = reconcile(world)
     assert described(instructions) == expected
     assert all(i.because for i in instructions)
-    assert reconcile(world, NOW) == instructions
+    assert reconcile(world) == instructions
 
 
 def test_promotion_names_the_standby_and_its_node() -> None:
     world, _ = TABLE["a rollout takes the warm standby"]
-    (promote,) = reconcile(world, NOW)
+    (promote,) = reconcile(world)
     assert isinstance(promote, Promote)
     assert (promote.standby, promote.standby_incarnation, promote.node) == ("standby/0", 1, "node-6")
     assert "a reason" in promote.because
@@ -248,55 +249,54 @@ def test_a_quarantined_node_takes_nothing() -> None:
     other = (want("standby/1", node="node-5"), have("standby/1", pid=105, node="node-5"))
     lost = have("rollout/0", state=S.LOST)
     both = fleet([want("rollout/0", 2), STANDBY[0], other[0]], [lost, STANDBY[1], other[1]], dead=("rollout/0#1",))
-    (promote,) = reconcile(replace(both, quarantined=(NodeId("node-6"),)), NOW)
+    (promote,) = reconcile(replace(both, quarantined=(NodeId("node-6"),)))
     assert isinstance(promote, Promote) and promote.standby == "standby/1"
     shut = replace(both, quarantined=(NodeId("node-5"), NodeId("node-6")))
-    assert described(reconcile(shut, NOW)) == ["Start rollout/0#2"], "on the node that recovery named"
+    assert described(reconcile(shut)) == ["Start rollout/0#2"], "on the node that recovery named"
     assert set(free_nodes(shut)).isdisjoint(shut.quarantined)
 
 
 @pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
 def test_used_up_standby_is_refilled_on_the_free_node_after_a_while(standby: str) -> None:
-    used = replace(have(standby, state=S.STOPPED, node="node-6"), changed_at=NOW)
+    used = have(standby, state=S.STOPPED, node="node-6")
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)] + [have("rollout/0", node="node-5")]
     promoted = have("rollout/1", 2, state=S.SERVING, node="node-6", pid=106)
-    world = fleet(
-        [want(a.replica, a.incarnation, a.node) for a in (*others, promoted, used)], [*others, promoted, used]
-    )
+    desired = [want(a.replica, a.incarnation, a.node) for a in (*others, promoted, used)]
+    world = fleet(desired, [*others, promoted, used], stopped_seconds=REFILL_SECONDS)
     assert free_nodes(world) == ["node-4"]
-    assert reconcile(world, NOW + REFILL_SECONDS - 0.1) == []
-    (refill,) = reconcile(world, NOW + REFILL_SECONDS)
+    (refill,) = reconcile(world)
     assert isinstance(refill, RefillStandby)
     assert (refill.replica, refill.incarnation, refill.node) == (standby, 2, "node-4")
+    assert reconcile(fleet(desired, [*others, promoted, used], stopped_seconds=REFILL_SECONDS - 0.1)) == []
 
 
 def test_no_refill_while_a_replica_is_missing() -> None:
-    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    used = have("standby/0", state=S.STOPPED, node="node-6")
     starting = have("trainer/0", state=S.STARTING, pid=0)
     busy = (("trainer/0", 1),)
-    assert reconcile(fleet([want("trainer/0"), want("standby/0")], [starting, used], busy=busy), NOW) == []
+    assert reconcile(fleet([want("trainer/0"), want("standby/0")], [starting, used], busy=busy)) == []
     there = have("trainer/0", state=S.READY)
     world = fleet([want("trainer/0"), want("standby/0")], [there, used])
-    assert described(reconcile(world, NOW)) == ["RefillStandby standby/0#2"]
+    assert described(reconcile(world)) == ["RefillStandby standby/0#2"]
 
 
 def test_no_refill_without_a_free_node() -> None:
-    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    used = have("standby/0", state=S.STOPPED, node="node-6")
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(7)]
     world = fleet([want(a.replica, 1, a.node) for a in (*others, used)], [*others, used])
-    assert reconcile(world, NOW) == []
+    assert reconcile(world) == []
 
 
 def test_a_node_with_reward_workers_alone_is_free_but_chosen_last() -> None:
     """As for recovery, which would place a replica there."""
-    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    used = have("standby/0", state=S.STOPPED, node="node-6")
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)]
     rewards = [have("reward/0", node="node-0", pid=20), have("reward/1", node="node-4", pid=21)]
     everything = [*others, *rewards, used]
     world = fleet([want(a.replica, 1, a.node) for a in everything], everything)
     assert free_nodes(world) == ["node-5", "node-6", "node-4"]
     full = replace(world, nodes=world.nodes[:5])
-    (refill,) = reconcile(full, NOW)
+    (refill,) = reconcile(full)
     assert isinstance(refill, RefillStandby) and refill.node == "node-4"
 
 
@@ -304,7 +304,8 @@ class World:
     """Performs instructions as the supervisor would, and lets recovery and fate act at random."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.rng, self.now, self.next_pid = rng, NOW, 1000
+        self.rng, self.now, self.next_pid = rng, 0.0, 1000
+        self.stopped_at: dict[tuple[ReplicaId, int], float] = {}
         placed = place(parse_job({"runtime": {"trainer_standbys": 1, "nodes": 8}}))
         self.desired = {d.replica: d for d in (want(r, node=n) for r, n in placed.items())}
         self.actual: dict[tuple[ReplicaId, int], Actual] = {}
@@ -312,7 +313,14 @@ class World:
 
     def fleet(self) -> ClusterState:
         alive = {k for k, a in self.actual.items() if a.state is not S.STOPPED and a.pid in self.living}
-        return ClusterState(desired=self.desired, actual=self.actual, alive=alive, busy=(), nodes=NODES)
+        return ClusterState(
+            desired=self.desired,
+            actual=self.actual,
+            alive=alive,
+            busy=(),
+            nodes=NODES,
+            stopped_seconds={key: self.now - at for key, at in self.stopped_at.items()},
+        )
 
     def perform(self, i: ReconcileStep) -> None:
         key = (i.replica, i.incarnation)
@@ -326,7 +334,7 @@ class World:
                 assert wanted is None or wanted.incarnation > i.incarnation, "a desired incarnation was ended"
                 self.living.discard(record.pid)
                 state = S.STOPPED if isinstance(i, StopReplica) else S.LOST
-                self.actual[key] = replace(record, state=state, changed_at=self.now)
+                self.actual[key] = replace(record, state=state)
             case Start():
                 self.next_pid += 1
                 self.living.add(self.next_pid)
@@ -335,7 +343,7 @@ class World:
                 old = (i.standby, i.standby_incarnation)
                 assert self.actual[old].pid in self.living
                 self.actual[key] = replace(self.actual[old], replica=i.replica, incarnation=i.incarnation)
-                self.actual[old] = replace(self.actual[old], state=S.STOPPED, changed_at=self.now)
+                self.actual[old], self.stopped_at[old] = replace(self.actual[old], state=S.STOPPED), self.now
             case RefillStandby():
                 self.desired[i.replica] = want(i.replica, i.incarnation, i.node)
 
@@ -359,7 +367,7 @@ def test_random_worlds_settle_and_keep_the_invariants(seed: int) -> None:
     world = World(random.Random(seed))
     for _ in range(30):
         for _ in range(12):  # an instruction may be the condition of another: a few turns settle everything
-            instructions = reconcile(world.fleet(), world.now)
+            instructions = reconcile(world.fleet())
             for i in instructions:
                 untouched = world.living - {world.actual[(i.replica, i.incarnation)].pid} if _ends(i) else world.living
                 world.perform(i)
@@ -367,7 +375,7 @@ def test_random_worlds_settle_and_keep_the_invariants(seed: int) -> None:
                 world.validate()
             if not instructions:
                 break
-        assert reconcile(world.fleet(), world.now) == []
+        assert reconcile(world.fleet()) == []
         for replica, desired in world.desired.items():
             assert (replica, desired.incarnation) in world.actual
         world.disturb()
@@ -421,17 +429,17 @@ def test_the_replicas_of_a_hybrid_share_a_node_and_all_others_have_their_own() -
 
 @pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
 def test_a_standby_is_refilled_only_where_its_ranks_have_gpus(standby: str) -> None:
-    used_up = replace(have(standby, state=S.STOPPED), changed_at=0.0)
+    used_up = have(standby, state=S.STOPPED)
     small = {"trainer-standby": NODES, "standby": NODES[:5]}
-    found = reconcile(replace(fleet([want(standby)], [used_up]), too_small=small), NOW)
+    found = reconcile(replace(fleet([want(standby)], [used_up]), too_small=small))
     wanted = [NodeId("node-5")] if standby == "standby/0" else []
     assert [i.node for i in found if isinstance(i, RefillStandby)] == wanted
 
 
 def test_no_refill_while_a_replica_has_lent_its_node() -> None:
-    used_up = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    used_up = have("standby/0", state=S.STOPPED, node="node-6")
     ended = replace(LENT[1], state=S.LOST)
-    found = reconcile(fleet([LENT[0], want("standby/0")], [ended, used_up], dead=("rollout/0#1",)), NOW)
+    found = reconcile(fleet([LENT[0], want("standby/0")], [ended, used_up], dead=("rollout/0#1",)))
     assert found == [], "a free node is first the lender's"
 
 

@@ -198,6 +198,18 @@ def test_a_standby_is_promoted_with_its_process_and_refilled(
     assert used is not None and used.state is S.STOPPED
 
 
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0], ids=["back", "forward"])
+def test_a_clock_that_is_set_changes_nothing_of_the_pause_before_a_refill(rig: Rig, seconds: float) -> None:
+    rig.supervisor.clock = clock = FakeClock()
+    key = (ReplicaId("standby/0"), 1)
+    used_up = Actual(replica=key[0], incarnation=1, node=NodeId("node-6"), state=S.STOPPED)
+    rig.journal.set_actual(used_up)
+    assert rig.supervisor._observe().stopped_seconds == {key: 0.0}
+    clock.set_wall(seconds)
+    clock.advance(4.0)
+    assert rig.supervisor._observe().stopped_seconds == {key: 4.0}
+
+
 def test_a_failed_promotion_ends_the_standby_and_is_reported(rig: Rig) -> None:
     rig.want("standby/0", node="node-6")
     standby = rig.until("standby/0", 1, S.READY)

@@ -1,4 +1,5 @@
-"""A run in mode sync whose hybrid loses its engine: both of its replicas are replaced, and every step is on policy."""
+"""Runs in the modes sync and semi_sync that lose a hybrid: both of its replicas are replaced, and every step is on
+policy."""
 
 from pathlib import Path
 
@@ -9,9 +10,11 @@ from tests.e2e.runs import check_no_false_alarm, demo_run
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def test_a_hybrid_whose_engine_was_killed_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    words = ["--mode", "sync", "--seed", "3", "--steps", "12", "--faults", "rollout-kill", "--set", "roles.reward=1"]
-    with demo_run(tmp_path, "sync", words) as run:
+@pytest.mark.parametrize(("mode", "fault"), [("sync", "rollout-kill"), ("semi_sync", "trainer-kill")])
+def test_a_hybrid_with_a_killed_process_is_replaced_as_a_whole(tmp_path: Path, mode: str, fault: str) -> None:
+    """Nothing else is: not the standalone rollouts of semi_sync either."""
+    words = ["--mode", mode, "--seed", "3", "--steps", "12", "--faults", fault, "--set", "roles.reward=1"]
+    with demo_run(tmp_path, mode, words) as run:
         code = run.wait(300)
         report = run.report()
         assert code == 0, run.output()[-3000:]
@@ -22,5 +25,5 @@ def test_a_hybrid_whose_engine_was_killed_is_replaced_as_a_whole(tmp_path: Path)
     assert report["audit"]["ok"], report["audit"]
     (incident,) = report["incidents"]
     assert (incident["fault_class"], incident["action"]) == ("crash", "replace_replica")
-    number = incident["fault"]["target"].removeprefix("rollout/")
+    number = incident["fault"]["target"].partition("/")[2]
     assert [r["replica"] for r in incident["replacements"]] == [f"rollout/{number}", f"trainer/{number}"]

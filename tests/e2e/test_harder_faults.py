@@ -11,13 +11,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
 
 SEED = 10
 """Its faults come 3 to 6 s after the fleet is whole; others wait for up to 10."""
+SETTINGS = ("recovery.evictions_per_hour_max=20", "runtime.standbys=0", "roles.rollout=2", "runtime.nodes=5")
+"""No fault here is found by comparison with peers: a third rollout would only take a share of the cores."""
 FAULTS = "reward-kill,agent-kill,watch-kill,trainer-kill,trainer-hang:lock,rollout-kill"
 
 
 def test_the_run_continues_through_every_other_fault(tmp_path: Path) -> None:
     """The trainers have a critic to copy, and a window of an answer may be trained before its engine is lost."""
     args = ["--algorithm", AlgorithmName.TPPO, "--task", "long_addition", "--seed", str(SEED), "--steps", "20"]
-    args += ["--set", "recovery.evictions_per_hour_max=20", "--set", "runtime.standbys=0"]
+    args += [word for setting in SETTINGS for word in ("--set", setting)]
     with demo_run(tmp_path, "harder", [*args, "--faults", FAULTS]) as run:
         code = run.wait(700)
         report = run.report()

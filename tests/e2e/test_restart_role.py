@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import DemoRun, command, demo_run
 from tests.support import eventually
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.light, pytest.mark.timeout(600)]
 
 SETTINGS = ("roles.rollout=2", "roles.reward=1", "runtime.standbys=0", "recovery.evictions_per_hour_max=20")
 ROLLOUTS = ("rollout/0", "rollout/1")

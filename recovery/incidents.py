@@ -575,8 +575,8 @@ class IncidentProjection:
     It can be discarded and rebuilt at any time. An incident whose events are invalid or unreadable (a foreign writer, a
     damaged line, a bug) is set aside with its history and does not affect the others.
 
-    Times are those of the writers' wall clocks. A loop that acts on them gives its own `time`: then what it reads was
-    written since it last read, and what is older is at most as old as it says.
+    Times are those of the writers' wall clocks. A loop that acts on them gives its own `time`: then no event is older
+    than the line before it, nor than the last read, nor newer than now.
     """
 
     def __init__(self, time: SteadyTime | None = None) -> None:
@@ -608,8 +608,8 @@ class IncidentProjection:
         """Line -> when it was written, in the order of lines."""
         if self._time is None:
             return {}
-        now = at = self._time.now()
-        times = {e.seq: (at := max(self._read_at, min(at, e.wall_at))) for e in reversed(events)}
+        now, at = self._time.now(), self._read_at
+        times = {e.seq: (at := min(max(at, e.wall_at), now)) for e in events}
         self._read_at = now
         return times
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
+from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.membership import ReplicaState
 from rolecall.core.text import in_words
@@ -193,8 +194,8 @@ def unrepaired(
         if lost and seconds >= LOST_GRACE_SECONDS and view.replica not in handled:
             why = f": {view.because}" if view.because else ""
             because = (
-                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {seconds:.1f} s ago "
-                f"and it has no replacement{why}"
+                f"{view.replica}#{view.incarnation} is lost: the runtime reported it, and for {seconds:.1f} s this "
+                f"watch has seen no replacement{why}"
             )
             found.append(
                 Diagnosis(
@@ -213,14 +214,14 @@ def unrepaired(
 
 
 def with_runtime_reason(diagnosis: Diagnosis, fleet: FleetView) -> Diagnosis:
-    """Of a crash of a replica that the runtime had given up before its process ended, as after the deadline of a start:
-    the runtime ended the process, so its reason is the cause."""
+    """Of a crash of a replica that the runtime gave up at a deadline of its own, as that of a start: the runtime ended
+    the process, so its reason is the cause. Other losses it only tells of."""
     if diagnosis.fault_class is not FaultClass.CRASH or RUNTIME in diagnosis.detectors:
         return diagnosis
     for suspect in diagnosis.suspects:
         view = fleet.find(suspect.replica)
         given_up = view is not None and view.state is ReplicaState.LOST and view.incarnation == suspect.incarnation
-        if view is not None and given_up and view.changed_at < diagnosis.onset:
+        if view is not None and given_up and view.because.startswith(DeadlineExceeded.__name__):
             ended = f"{view.replica}#{view.incarnation} was ended by the runtime: {view.because}"
             return replace(diagnosis, because=f"{ended}; {diagnosis.because}")
     return diagnosis

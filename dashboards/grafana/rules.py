@@ -195,7 +195,8 @@ RECOVERY = RuleGroup(
             hold="1m",
             summary="{{ $labels.fault }} of {{ $labels.replica }} on {{ $labels.node }}; the watch is in observe mode",
             description="The fault has lasted a minute, and {{ $labels.instance }} takes no action in observe mode: an "
-            "operator must fix it. `rolecall incidents` shows the diagnosis and the evidence.",
+            "operator must fix it, unless it is an orphaned engine process and orphans.mode acts. `rolecall incidents` "
+            "shows the diagnosis and the evidence.",
         ),
         "RolecallIncidentOpenTooLong": critical(
             expr=f"time() - rolecall_incident_opened_timestamp_seconds > 900 unless {OBSERVE_MODE}",

@@ -70,7 +70,7 @@ class RayActorOperations:
         handle = self._class(spawn.replica).options(**options).remote(spawn, self._job)
         with self._lock:
             self._handles[name] = handle
-        what = f"{spawn.replica} to start, twice detector.first_unit_seconds"
+        what = f"{spawn.replica} to start (see detector.first_unit_seconds)"
         pid, start_ticks = self._get(handle.ready.remote(), seconds, what)
         return ActorProcess(pid=int(pid), start_ticks=int(start_ticks))
 

@@ -299,7 +299,8 @@ class Supervisor:
                 shown = len(missing)
                 self._progress(f"{len(replicas) - shown} of {len(replicas)} replicas are ready")
             if self.clock.monotonic() > deadline:
-                raise DeadlineExceeded(waited_for=", ".join(missing), seconds=seconds)
+                what = f"{', '.join(missing)} to start (see detector.first_unit_seconds)"
+                raise DeadlineExceeded(waited_for=what, seconds=seconds)
             self.clock.sleep(TICK_SECONDS)
 
     def tick(self) -> None:

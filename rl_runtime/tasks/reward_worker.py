@@ -16,6 +16,9 @@ from rolecall.rl_runtime.protocol.messages import Conversation, Observation, Pro
 from rolecall.rl_runtime.tasks.task import Task, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
+LATE_SECONDS_MIN = 0.05
+"""Shorter waits of a caller are the time that its messages take on a busy machine: 13 ms at a load of 30 on 2 cores."""
+
 
 def task_of(job: JobConfig) -> Task:
     """The job's task or dataset: prompts by number, rewards of their answers.
@@ -33,10 +36,6 @@ def task_of(job: JobConfig) -> Task:
 
         return DatasetTask(job)
     return make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
-
-
-LATE_SECONDS_MIN = 0.05
-"""Shorter waits of a caller are the way of its messages on a busy machine: 13 ms at a load of 30 on 2 cores."""
 
 
 class RewardWorker:
@@ -59,8 +58,8 @@ class RewardWorker:
 
     def score(self, incarnation: int, groups: Sequence[PromptGroup], waited_seconds: float = 0.0) -> list[list[float]]:
         """One reward per sample of each group. `waited_seconds`: how long the caller waited for the answer before this
-        one; 0: unknown. What exceeds the work is reported as work: a worker that often stands still, and is idle for
-        most of the time, does not see it itself.
+        one; 0 or less: unknown. What exceeds the work is reported as work: a worker that often stands still, and is
+        idle for most of the time, does not see it itself.
 
         Raises StaleIncarnation: meant for another incarnation.
         """

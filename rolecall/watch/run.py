@@ -403,7 +403,7 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     Raises ConfigError: the job is only observed, or another watch acts without approval.
     """
     if job.recovery.mode == "observe":
-        because = "recovery.mode is observe in the job file; set it to approve there"
+        because = "recovery.mode is observe in the job file or watch file; set it, or orphans.mode, to approve there"
         raise ConfigError([f"--require-approval: {because}"])
     lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
     held = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()

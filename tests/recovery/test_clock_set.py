@@ -151,6 +151,20 @@ def test_verifying_while_the_watch_is_replaced(world: World, seconds: float) -> 
     assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
+def test_an_event_of_a_machine_whose_clock_is_wrong(world: World, seconds: float) -> None:
+    """No other one becomes older or younger by it, for a watch that reads them all at once."""
+    watch = world.watch()
+    world.runtime.starts_that_hang[REPLICA] = 1
+    breaks(world, watch, S.VERIFYING)
+    world.run(5, watch)
+    world.clock.set_wall(seconds)
+    world.journal.append(filled(K.ONCALL_PAGED), key="page")
+    world.clock.set_wall(-seconds)
+    other = world.watch()
+    left = takes(world, lambda: world.events(K.ACTION_FAILED), other)
+    assert left == pytest.approx(TIMEOUT_SECONDS - 5, abs=2 * TICK_SECONDS)
+
+
 def test_a_fault_that_ends_by_itself(world: World, seconds: float) -> None:
     watch = world.watch()
     world.journal.set_flag("paused", "bob: a look")

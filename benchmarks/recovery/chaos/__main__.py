@@ -54,6 +54,8 @@ def main() -> int:
     args = parser.parse_args()
     if not 1 <= args.count <= COUNT_MAX:
         parser.error(f"--count: {args.count}: expected 1 to {COUNT_MAX}")
+    if args.first < 0:
+        parser.error(f"--first: {args.first}: expected 0 or more")
     if args.what == "schedule":
         for number, (name, role, kind, how) in enumerate(cells()):
             print(f"{number:3} {name}, {role}: {kind}:{how}")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rolecall.core.config.actuators import ReaperConfig
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
+from rolecall.node.end_process import IS_GONE
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
 from rolecall.recovery.actuators.targets.target import Order
 
@@ -43,4 +44,7 @@ class Reaper:
         )
         if reply.status != 0:
             raise ActuatorError(f"pid {orphan.pid} on {orphan.node}: {reply.shown}")
+        if reply.text.rstrip().endswith(IS_GONE):
+            here = "" if config.run_on_node else ", or orphans.run_on_node must say how to reach that node"
+            return f"no orphan with pid {orphan.pid} was found for {orphan.node}: it had ended before{here}"
         return f"ended the orphan with pid {orphan.pid} on {orphan.node}"

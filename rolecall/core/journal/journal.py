@@ -32,7 +32,7 @@ class Lease:
     name: str
     holder: str
     fence: int
-    expires_at: float  # wall seconds of the holder, for display; see `Journal.acquire`
+    expires_at: float  # wall seconds of the holder; see `Journal.acquire`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

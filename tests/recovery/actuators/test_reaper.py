@@ -15,6 +15,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, Suspe
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, process_start_ticks
+from rolecall.node.end_process import IS_GONE
 from rolecall.node.orphans import refuse_unless_orphan
 from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.targets.reaper import Reaper
@@ -145,6 +146,14 @@ def test_the_call_names_pid_start_time_and_that_it_must_be_an_orphan(world: Worl
     assert result is not None and result.done and "ended the orphan with pid 40 on n" in result.because
     assert world.calls() == ["/bin/echo node end 40 --start-ticks 400 --orphan"] and world.target.made == []
     assert world.perform(decided()).done and len(world.calls()) == 1, "a successor uses the recorded reply"  # type: ignore[union-attr]
+
+
+def test_an_orphan_that_is_not_there_was_not_ended(world: World) -> None:
+    """It had ended, or the command ran on another machine."""
+    reaping(world, ("/bin/sh", "-c", f"echo process 40 {IS_GONE}"))
+    world.members = []
+    result = world.perform(decided())
+    assert result is not None and "it had ended before, or orphans.run_on_node must say" in result.because
 
 
 def test_a_failed_call_is_no_success(world: World) -> None:

@@ -36,6 +36,8 @@ LEARNED_TICKS_MIN = 1800
 """A panel must have lasted so long before a profile learns from it."""
 SILENT_SECONDS = 30.0
 """A process without samples for this long leaves its panel. A restarting agent is back by then."""
+RUN_DELAY = frozenset({"rolecall_process_run_delay_ratio", "rolecall_process_main_run_delay_ratio"})
+"""Not compared among the processes of one node: which of them waits for a CPU there is the scheduler's choice."""
 METRIC = "metric:"
 """Prefix of evidence kinds that concern a single metric."""
 PROCESSES_MAX = 65_536
@@ -194,6 +196,8 @@ class RunPanels:
         panel.ticks += 1
         if panel.tracker is None:
             panel.metrics.update(*readings)
+            if len({p.process.node for p in processes}) == 1:
+                panel.metrics -= RUN_DELAY
             if panel.ticks >= SETTLE_TICKS and panel.metrics:
                 machines = tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes)
                 metrics = tuple(sorted(panel.metrics))

@@ -18,7 +18,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, suspect
-from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
+from rolecall.detector.live.run_panels import RUN_DELAY, SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.live.stages.evidence import panels
 from rolecall.detector.live.stages.evidence.panels import PanelsStage
 from rolecall.detector.live.stages.stage import Tick
@@ -169,6 +169,18 @@ def calm(accuser: Accuser, seed: int = 1) -> Run:
 
 
 # --- panels of a run
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_waiting_for_a_cpu_is_not_compared_within_a_node(is_shared: bool) -> None:
+    accuser = Accuser()
+    run = SteadyRun(RunPanels(accuser))
+    if is_shared:
+        run.processes = [replace(p, node=NodeId("node-0")) for p in run.processes]
+    run.go(SETTLE_TICKS + 5)
+    (shape,) = accuser.made
+    assert RSS in shape.metrics and (RUN_DELAY <= {*shape.metrics}) is not is_shared
+    assert not is_shared or not RUN_DELAY & {*shape.metrics}
 
 
 def test_the_rollouts_are_a_panel_and_fewer_than_three_are_none() -> None:

@@ -266,7 +266,8 @@ def _alone(plan: Plan, elsewhere: set[str]) -> GuardResult | None:
 def _at_once(
     plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
 ) -> GuardResult | None:
-    """A standby does no work: its repair blocks no other one and comes after those that are due."""
+    """A standby does no work: its repair blocks no other one and comes after those that are due. That of the controller
+    waits for none: without it no replacement is seen to work."""
     targets, with_them = set(plan.ends), {str(t.replica) for t in plan.also_ends}
     if all(is_standby(t) for t in targets):
         first = sorted(r for r in elsewhere | waiting if not is_standby(r))
@@ -277,7 +278,8 @@ def _at_once(
         elsewhere = {r for r in elsewhere if not is_standby(r)}
     together = targets | elsewhere
     # A hybrid is replaced as one.
-    if len({fleet.unit_of(r) for r in together}) > config.replicas_at_once_max:
+    is_controller = {split_replica(t)[0] for t in targets} == {"controller"}
+    if not is_controller and len({fleet.unit_of(r) for r in together}) > config.replicas_at_once_max:
         busy = ", ".join(sorted(elsewhere)) or "nothing"
         because = f"{busy} under repair and {', '.join(sorted(targets))} requested{_too(with_them)}"
         because += f", the limit is {config.replicas_at_once_max} at once"

@@ -313,13 +313,14 @@ class Supervisor:
         if self.cluster.gcs is not None and not self.cluster.gcs_alive:
             raise ActuatorError("Ray's head (GCS) has ended: the run cannot continue without it")
         self.agents.tick()
-        fleet = self._observe()
-        for instruction in reconcile(fleet):
-            self._perform(instruction, fleet)
         now = self.clock.monotonic()
+        # Before the journal is read: while it cannot be, the processes live on.
         if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
             self._renewed_at = now
             self.actors.renew(self.job.runtime.lease_seconds)
+        fleet = self._observe()
+        for instruction in reconcile(fleet):
+            self._perform(instruction, fleet)
 
     def _observe(self) -> ClusterState:
         # Before the records: an operation that ends in between is busy until the next iteration.

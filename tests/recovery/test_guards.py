@@ -143,6 +143,10 @@ TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
         guarded("rollout/1", others=(past("trainer/0", 10, S.VERIFYING),), replicas_at_once_max=1),
         ("at_once", WAITS),
     ),
+    "the controller, without which no other repair ends": (
+        guarded("controller/0", others=(past("trainer/0", 10, S.VERIFYING),), replicas_at_once_max=1),
+        PASS,
+    ),
     "another was repaired": (
         guarded("rollout/1", others=(past("trainer/0", 10, S.CLOSED),), replicas_at_once_max=1),
         PASS,

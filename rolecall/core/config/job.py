@@ -213,8 +213,8 @@ class RecoveryConfig(Section):
     limit rolecall stops acting and pages on-call. A restart of a role or of the job counts the replicas at fault."""
     replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
     """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, which blocks a whole step,
-    would wait for the cold start of a rollout. A restart of a role or of the job waits
-    until nothing else is under repair."""
+    would wait for the cold start of a rollout. The controller is replaced beside any number of others, which need it. A
+    restart of a role or of the job waits until nothing else is under repair."""
     retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
     """Replacements of one replica within an hour (with scope job: restarts of the job because of it); beyond it on-call
     is paged. After as many failed attempts of one incident its role is restarted, then the job."""

@@ -11,7 +11,7 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
-from rolecall.core.errors import ActuatorError, DeadlineExceeded, NotEnoughNodes
+from rolecall.core.errors import ActuatorError, DeadlineExceeded, JournalUnavailable, NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import Ledger
@@ -147,6 +147,23 @@ def test_desired_replicas_are_started_and_recorded(rig: Rig) -> None:
     (ready,) = rig.events(EventKind.REPLICA_READY)
     assert ready.payload.pid == record.pid and ready.payload.from_standby == ""
     assert rig.actors.renewals >= 1
+
+
+def test_processes_live_on_while_the_journal_cannot_be_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.want("trainer/0")
+    rig.until("trainer/0", 1, S.READY)
+    rig.supervisor.clock = clock = FakeClock(rig.supervisor.clock.monotonic())
+
+    def full() -> None:
+        raise JournalUnavailable(where="journal.db", reason="disk is full", hint="free some space")
+
+    monkeypatch.setattr(rig.supervisor.journal, "actual", full)
+    before = rig.actors.renewals
+    for _ in range(3):
+        clock.advance(rig.supervisor.job.runtime.lease_seconds)
+        with pytest.raises(JournalUnavailable):
+            rig.supervisor.tick()
+    assert rig.actors.renewals == before + 3
 
 
 def test_a_death_is_recorded_once_and_nothing_is_replaced(rig: Rig) -> None:

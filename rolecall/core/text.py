@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 
 DATES_FROM_SECONDS = 1e8
 """Smaller times are relative to the start of a recording, not to 1970."""
+IS_GONE = "is gone"
+"""Last words of `rolecall node end` if there was nothing to end."""
 
 
 def plain(text: object, limit: int = 2000) -> str:

@@ -14,11 +14,9 @@ from pathlib import Path
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.proc_stat import read_stat
-from rolecall.core.text import counted
+from rolecall.core.text import IS_GONE, counted
 
 POLL_SECONDS = 0.02
-IS_GONE = "is gone"
-"""Last words of the output if there was nothing to end."""
 
 
 def end_process(

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rolecall.core.config.actuators import ProcessesActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
-from rolecall.core.text import counted
-from rolecall.node.end_process import IS_GONE
+from rolecall.core.text import IS_GONE, counted
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
 from rolecall.recovery.actuators.targets.target import Order
 

@@ -15,7 +15,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, Suspe
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, process_start_ticks
-from rolecall.node.end_process import IS_GONE
+from rolecall.core.text import IS_GONE
 from rolecall.node.orphans import refuse_unless_orphan
 from rolecall.recovery.actuators.external import ExternalActuator
 from rolecall.recovery.actuators.targets.reaper import Reaper

@@ -45,6 +45,15 @@ def breaks(world: World, watch: Watch, state: IncidentState) -> None:
     world.until(lambda: [i.state for i in world.incidents()] == [state], watch)
 
 
+def verifying(world: World) -> Watch:
+    """A watch that has waited 5 s for a replacement that hangs."""
+    watch = world.watch()
+    world.runtime.starts_that_hang[REPLICA] = 1
+    breaks(world, watch, S.VERIFYING)
+    world.run(5, watch)
+    return watch
+
+
 def takes(world: World, done: Callable[[], object], watch: Watch) -> float:
     """Seconds until then."""
     began = world.clock.monotonic()
@@ -125,10 +134,7 @@ def test_acting(world: World, seconds: float) -> None:
 
 
 def test_verifying(world: World, seconds: float) -> None:
-    watch = world.watch()
-    world.runtime.starts_that_hang[REPLICA] = 1
-    breaks(world, watch, S.VERIFYING)
-    world.run(5, watch)
+    watch = verifying(world)
     world.clock.set_wall(seconds)
     left = takes(world, lambda: world.events(K.ACTION_FAILED), watch)
     assert left == pytest.approx(TIMEOUT_SECONDS - 5, abs=2 * TICK_SECONDS)
@@ -138,10 +144,7 @@ def test_verifying(world: World, seconds: float) -> None:
 
 def test_verifying_while_the_watch_is_replaced(world: World, seconds: float) -> None:
     """Forward, the time that the clock jumped over counts as waited; back, nothing does."""
-    watch = world.watch()
-    world.runtime.starts_that_hang[REPLICA] = 1
-    breaks(world, watch, S.VERIFYING)
-    world.run(5, watch)
+    verifying(world)
     world.clock.set_wall(seconds)
     other = world.watch()
     expected = {0.0: TIMEOUT_SECONDS - 5, -HOUR: TIMEOUT_SECONDS, HOUR: 0.0}[seconds]
@@ -153,10 +156,7 @@ def test_verifying_while_the_watch_is_replaced(world: World, seconds: float) -> 
 
 def test_an_event_of_a_machine_whose_clock_is_wrong(world: World, seconds: float) -> None:
     """No other one becomes older or younger by it, for a watch that reads them all at once."""
-    watch = world.watch()
-    world.runtime.starts_that_hang[REPLICA] = 1
-    breaks(world, watch, S.VERIFYING)
-    world.run(5, watch)
+    verifying(world)
     world.clock.set_wall(seconds)
     world.journal.append(filled(K.ONCALL_PAGED), key="page")
     world.clock.set_wall(-seconds)

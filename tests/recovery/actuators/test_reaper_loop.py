@@ -125,15 +125,21 @@ def modes(world: World) -> tuple[str, str]:
     return told.mode, told.orphans_mode
 
 
-def test_without_an_actuator_an_orphan_is_ended_and_nothing_else_is_possible(tmp_path: Path) -> None:
-    world = World(tmp_path)  # mode act: without an actuator it is observe
-    watch, reaping = watched(world, ("/bin/echo",))
+def until_acted(world: World, watch: Watch, *actuators: ExternalActuator) -> None:
+    """A replica hangs beside the orphan, until an action is done, and 5 s more."""
     world.runtime.inject("rollout/1", FaultClass.HANG)
     try:
         ticks_until(world, watch, EventKind.ACTION_DONE)
         world.run(5.0, watch)
     finally:
-        reaping.close()
+        for actuator in actuators:
+            actuator.close()
+
+
+def test_without_an_actuator_an_orphan_is_ended_and_nothing_else_is_possible(tmp_path: Path) -> None:
+    world = World(tmp_path)  # mode act: without an actuator it is observe
+    watch, reaping = watched(world, ("/bin/echo",))
+    until_acted(world, watch, reaping)
     orphan, replica = of_both(world)
     assert modes(world) == ("observe", "act")
     assert orphan.attempt is not None and orphan.attempt.started_at is not None
@@ -146,13 +152,7 @@ def test_orphans_in_mode_act_beside_an_actuator_in_mode_observe(tmp_path: Path) 
     world = World(tmp_path, mode="observe")
     target, actuator = replacing(world)
     watch, reaping = watched(world, ("/bin/echo",), "act", actuator)
-    world.runtime.inject("rollout/1", FaultClass.HANG)
-    try:
-        ticks_until(world, watch, EventKind.ACTION_DONE)
-        world.run(5.0, watch)
-    finally:
-        reaping.close()
-        actuator.close()
+    until_acted(world, watch, reaping, actuator)
     orphan, replica = of_both(world)
     assert modes(world) == ("observe", "act")
     assert orphan.attempt is not None and orphan.attempt.started_at is not None and not orphan.page_topics
@@ -165,13 +165,7 @@ def test_orphans_in_mode_observe_beside_an_actuator_in_mode_act(tmp_path: Path) 
     world = World(tmp_path)
     target, actuator = replacing(world)
     watch, reaping = watched(world, ("/bin/echo",), "observe", actuator)
-    world.runtime.inject("rollout/1", FaultClass.HANG)
-    try:
-        ticks_until(world, watch, EventKind.ACTION_DONE)
-        world.run(5.0, watch)
-    finally:
-        reaping.close()
-        actuator.close()
+    until_acted(world, watch, reaping, actuator)
     orphan, replica = of_both(world)
     assert modes(world) == ("act", "observe")
     assert replica.attempt is not None and replica.attempt.started_at is not None

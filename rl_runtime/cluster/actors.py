@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, ParamSpec, TypeVar
 
 import ray
@@ -92,8 +93,21 @@ class RayClient:
             ReplicaExited: the actor died.
             DeadlineExceeded: Ray cannot reach it at the moment; it may be alive.
         """
+        answer, _ = await self.timed_call(method, *args)
+        return answer
+
+    async def timed_call(self, method: str, *args: Any) -> tuple[Any, float]:
+        asked_at, answered_at = monotonic(), 0.0
+
+        def note(_: object) -> None:  # in a thread of Ray
+            nonlocal answered_at
+            answered_at = monotonic()
+
         try:
-            return await asyncio.wrap_future(getattr(self._handle, method).remote(*args).future())
+            future = getattr(self._handle, method).remote(*args).future()
+            future.add_done_callback(note)  # before that of wrap_future
+            answer = await asyncio.wrap_future(future)
+            return answer, answered_at - asked_at
         except RayTaskError as e:
             cause = getattr(e, "cause", None)
             if isinstance(cause, Exception) and not isinstance(cause, RayError):

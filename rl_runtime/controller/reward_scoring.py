@@ -11,7 +11,6 @@ is the cause and nobody is named.
 import asyncio
 import logging
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from rolecall.rl_runtime.controller.disagreement import Rewards, equal, is_sampl
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.step_plan import membership_changes
 from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, OpenGroup, TrajectoryTable
-from rolecall.rl_runtime.exchanges import run_delay_seconds
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import PromptGroup
@@ -49,11 +47,6 @@ DROPPED_MAX = 64
 IDLE_SECONDS = 0.5
 WATCHED_GROUPS = 256
 """All groups of a worker that was contradicted are checked, this many."""
-
-
-def busy_seconds() -> float:
-    """For how long this thread has worked, or waited for a CPU, so far."""
-    return time.thread_time() + run_delay_seconds()
 
 
 Tokens = tuple[tuple[int, ...], ...]
@@ -270,12 +263,9 @@ class RewardScoring:
         groups = [g.as_group() for g in open_groups]
         ids = [g.group_id for g in groups]
         self._under_way.update(ids)
-        now = asyncio.get_running_loop().time
         try:
-            asked_at, busy = now(), busy_seconds()
-            scores = await port.score(groups, self._limits.seconds, self._waited.pop(key, 0.0))
-            # What this process did meanwhile, or could not do, is no lateness of the worker.
-            self._waited[key] = now() - asked_at - (busy_seconds() - busy)
+            waited = self._waited.pop(key, 0.0)
+            scores, self._waited[key] = await port.score(groups, self._limits.seconds, waited)
             answer = checked_scores(groups, scores)
         except ReplicaExited as e:
             for group_id in ids:
@@ -385,9 +375,8 @@ class RewardScoring:
             if len(answers) == 3 or (len(answers) == 2 and equal(*answers.values())):
                 break
             try:
-                (answers[other],) = checked_scores(
-                    [group], await self._ports[other].score([group], self._limits.seconds)
-                )
+                scores, _ = await self._ports[other].score([group], self._limits.seconds)
+                (answers[other],) = checked_scores([group], scores)
             except EnvironmentFailed as e:
                 logger.warning("%s#%d gave no second opinion: %s", *other, e)
                 if e.is_final:  # the conversation cannot be replayed: its rewards are nobody's

@@ -66,6 +66,10 @@ class ReplicaClient(Protocol):
     async def call(self, method: str, *args: Any) -> Any:
         """Calls the replica's method. Raises its exception, or `ReplicaExited`."""
 
+    async def timed_call(self, method: str, *args: Any) -> tuple[Any, float]:
+        """`call`, and the seconds until the answer arrived. The time until this process's event loop then took it is
+        not included: that is no lateness of the replica."""
+
 
 Connect = Callable[[Actual], ReplicaClient]
 """Creates a client for an `actual` record. Raises `ReplicaExited` when there is no such process."""
@@ -224,10 +228,11 @@ class RewardPort(RoleClient):
 
     async def score(
         self, groups: Sequence[PromptGroup], seconds: float, waited_seconds: float = 0.0
-    ) -> list[list[float]]:
-        """`waited_seconds`: how long the caller waited for the answer before this one; 0: it does not say."""
-        answer = await self._ask(seconds, "score", self.incarnation, list(groups), waited_seconds)
-        return cast(list[list[float]], answer)
+    ) -> tuple[list[list[float]], float]:
+        """The rewards, and the seconds until they arrived. `waited_seconds`: those of the call before this one; 0: the
+        caller does not say."""
+        call = self.client.timed_call("score", self.incarnation, list(groups), waited_seconds)
+        return cast(tuple[list[list[float]], float], await within(call, seconds, f"{self} score"))
 
     async def observe(self, conversations: Sequence[Conversation], seconds: float) -> list[Observation]:
         """What the environment answers to each."""

@@ -643,6 +643,11 @@ class FakeClient:
         self._on_effect(f"after {self.replica} {method}")
         return answer
 
+    async def timed_call(self, method: str, *args: Any) -> tuple[Any, float]:
+        now = asyncio.get_running_loop().time
+        asked_at = now()
+        return await self.call(method, *args), now() - asked_at
+
     async def _served(self, method: str, args: tuple[Any, ...]) -> Any:
         process, fleet = self._process, self._fleet
         process.calls += 1

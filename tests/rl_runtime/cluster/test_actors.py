@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -77,6 +78,26 @@ def task_error(cause: Exception) -> RayTaskError:
 
 def test_an_answer_is_the_answer() -> None:
     assert call(5) == 5
+
+
+def test_what_the_caller_did_before_it_took_an_answer_is_not_the_callee_s_time() -> None:
+    """A thread of Ray answers, and the caller's loop does something else for 50 ms before it takes the answer."""
+    handle, reference = Handle(None), Reference(None)
+    handle.remote = lambda *_: reference  # type: ignore[method-assign]
+
+    async def ask() -> tuple[Any, float, float]:
+        began = time.monotonic()
+        asked = asyncio.ensure_future(RayClient(RECORD, handle).timed_call("work"))
+        await asyncio.sleep(0.01)
+        ray_thread = threading.Thread(target=reference.future().set_result, args=(5,))
+        ray_thread.start()
+        ray_thread.join(timeout=PATIENCE_SECONDS)
+        time.sleep(0.05)  # noqa: ASYNC251 the loop is busy
+        answer, seconds = await asked
+        return answer, seconds, time.monotonic() - began
+
+    answer, seconds, whole = asyncio.run(ask())
+    assert answer == 5 and 0.0 < seconds <= whole - 0.05
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ class _PersistentDetector:
     """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
     what is usual among the machines of this job (by the digest of its configuration) beside the runs.
 
-    Their time goes on where this machine's wall clock is set: they see it as it was at the start. Diagnoses have the
-    time of the clock as it is."""
+    Their time goes on where this machine's wall clock is set: they see it as it was at the start, or no earlier than
+    the stored state. Diagnoses have the time of the clock as it is."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _PersistentDetector:
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._time = SteadyTime(clock)
-        self._clock_set = 0.0  # how far, since the start
+        self._clock_set = 0.0  # how far the wall clock is ahead of the detectors' time
         self._parts: Iterator[str | None] | None = None
         self._pulled, self._probe = pulled, probe
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
@@ -148,6 +148,8 @@ class _PersistentDetector:
         self._detector = LiveDetector(job.detector, roles)
         try:
             state = json.loads(self._path.read_text())
+            # Negative: the clock was set back, or the former watch had another machine's.
+            self._clock_set = min(0.0, clock.wall() - state["now"])
             self._detector = LiveDetector.resumed(job.detector, roles, state)
         except FileNotFoundError:
             pass  # the first watch of this run

@@ -35,8 +35,8 @@ from rolecall.core.rundir import RunDir, bearer_token, write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.fusion import on_panels_alone
 from rolecall.detector.live.run_panels import RunPanels
+from rolecall.detector.live.stages.stage import stalls_others
 from rolecall.detector.panels.sequential.detector import Sequential
 from rolecall.detector.panels.sequential.profile import Profile
 from rolecall.detector.panels.sequential.profile import read as read_profile
@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 10.0
 """Interval of writing the detectors' state."""
+KEEP_STALLED_SECONDS = 600.0
+"""The same while a fault stalls others: the state from before it is better to start from, unless it gets old."""
 SUBJECTS_KEPT_PER_POLL = 32
 """Subjects serialized per poll: takes 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
@@ -187,16 +189,16 @@ class _PersistentDetector:
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
         """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds.
-        A write in progress is abandoned when a diagnosis appears."""
-        if not all(map(on_panels_alone, standing)):
+        A write in progress is abandoned when a fault appears that stalls others."""
+        now = self._clock.monotonic()
+        interval_seconds = KEEP_STALLED_SECONDS if any(map(stalls_others, standing)) else KEEP_SECONDS
+        if now - self._kept_at < interval_seconds:
             self._parts = None
             return
-        now = self._clock.monotonic()
-        if self._parts is None and now - self._kept_at >= KEEP_SECONDS:
-            self._kept_at, self._parts = now, self._detector.state_in_parts(SUBJECTS_KEPT_PER_POLL)
-        text = next(self._parts, None) if self._parts is not None else None
+        self._parts = self._parts or self._detector.state_in_parts(SUBJECTS_KEPT_PER_POLL)
+        text = next(self._parts)
         if text is not None:
-            self._parts = None
+            self._kept_at, self._parts = now, None
             try:
                 write_atomically(self._path, text)
             except OSError as e:  # a full disk must not end detection, least of all that of the full disk

@@ -71,7 +71,7 @@ def test_panel_findings_reach_the_engine_and_learning_continues(
     assert "its metrics" in (tmp_path / watching.LEARNED_FILE).read_text()
 
 
-def _kept_after(fault: Callable[[FakeFleet], None], path: Path, *seconds: float) -> list[bool]:
+def _kept_after(fault: Callable[[FakeFleet], object], path: Path, *seconds: float) -> list[bool]:
     """Whether the learned state is there before the fault and each so many seconds after."""
     clock, fleet = FakeClock(), FakeFleet(seed=1)
     watcher = _watcher(path, clock)

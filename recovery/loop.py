@@ -579,7 +579,7 @@ class Watch:
             self._page_once(f"broken:{name}", str(error))
         if self._detector.error and self._lease is not None:
             because = f"no diagnosis is possible: the source or a detector fails with {self._detector.error}"
-            self._page_once(f"no_data:{self._lease.fence}", because)
+            self._page_once(f"no_data:{self._lease.fence}:{self._detector.outage}", because)
         for failure in self._failures.exhausted():
             incident = self._projection.incidents.get(failure.name)
             self._page_once(f"{failure.name}:page:{UNHANDLED}", failure.because(), UNHANDLED, incident)

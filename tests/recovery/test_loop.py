@@ -462,9 +462,12 @@ def test_a_broken_detector_stops_no_recovery_and_pages_oncall(world: World) -> N
 def test_each_outage_of_the_detectors_is_told_once(world: World) -> None:
     watch, observe = world.watch(), world.detector.observe
 
-    def outage(*watches: Watch) -> int:
-        world.detector.observe = lambda observation: 1 / 0  # type: ignore[method-assign]
-        world.run(5, *watches)
+    def broken(observation: object) -> list[Diagnosis]:
+        raise RuntimeError(str(observation))
+
+    def outage(of: Watch) -> int:
+        world.detector.observe = broken  # type: ignore[method-assign]
+        world.run(5, of)
         world.detector.observe = observe  # type: ignore[method-assign]
         return len(world.notifier.messages)
 

@@ -147,9 +147,9 @@ single pauses. The measured time must not decide, as that would select strides t
 STRIDE_SECONDS_MAX = 30.0
 """A stride with less work by then is dropped."""
 LITTLE_WORK_SHARE, LITTLE_WORK_SECONDS = 0.005, 2.5
-"""A stride with less expected work than this share of its time ends after this time. Its work, expected and done, counts
-as BUSY_SECONDS_MIN at least. So a process that takes longer than that in many strides is slow, however little it usually
-has to do. What a healthy one takes is too short to learn from, and says nothing about the host."""
+"""A stride with less expected work than this share of its time ends after this time. Its work, expected and done,
+counts as BUSY_SECONDS_MIN at least. So a process that takes longer than that in many strides is slow, however little it
+usually has to do. What a healthy one takes is too short to learn from, and says nothing about the host."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
 ALONE_STARVED_SHARE_MAX = 0.5

@@ -28,7 +28,7 @@ from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
 from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.processes import RunProcess, former_ranks, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.protocol.membership import GONE
-from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
+from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn, start_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,6 @@ KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
 DRAIN_SECONDS = 3.0
 """Time for the controller to take the last tokens of a live rollout that is replaced, and to fence it."""
-START_FACTOR = 2.0
-"""Of `detector.first_unit_seconds`, until the runtime gives up a start. A watch judges a start earlier, and by the CPU
-time that it got: on a busy machine a healthy one takes longer. This ends those that no watch sees."""
 PROMOTE_SECONDS = 10.0
 
 
@@ -144,7 +141,7 @@ class Operations:
                 return
             # They end with their first rank; one that does not would keep its device.
             self._end_processes(former_ranks(self._run.path, record.replica, record.incarnation))
-            born = self._actors.start(spawn, START_FACTOR * self._job.detector.first_unit_seconds)
+            born = self._actors.start(spawn, start_seconds(self._job))
         finally:
             if is_engine:
                 self._engines.release()

@@ -30,7 +30,7 @@ from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
 from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes, num_needed
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
-from rolecall.rl_runtime.cluster.operations import START_FACTOR, Operations
+from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
     LIVING,
     ClusterState,
@@ -57,6 +57,7 @@ from rolecall.rl_runtime.processes import (
     stop_run,
 )
 from rolecall.rl_runtime.protocol.membership import GONE
+from rolecall.rl_runtime.protocol.spawn import start_seconds
 from rolecall.rl_runtime.tasks.check import model_size
 
 logger = logging.getLogger(__name__)
@@ -280,7 +281,7 @@ class Supervisor:
             raise ActuatorError(f"writing the model folder failed with code {code}: {output}")
 
     def _wait_until_ready(self, replicas: list[ReplicaId]) -> None:
-        seconds = START_FACTOR * self.job.detector.first_unit_seconds
+        seconds = start_seconds(self.job)
         deadline = self.clock.monotonic() + seconds
         shown = -1
         while True:

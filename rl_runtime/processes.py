@@ -110,6 +110,9 @@ def start_process(
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """Starts and records a process of the run, in a session of its own: only the supervisor handles Ctrl-C of the
     terminal. Output goes to `log`. Returns the process and its start time, None if it has already exited.
+
+    Raises:
+        OSError: it cannot be started, or not be recorded; no process remains.
     """
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -121,7 +124,12 @@ def start_process(
             stderr=out,
             start_new_session=True,
         )
-    return process, record_process(run.path, name, process.pid, node=node)
+    try:
+        return process, record_process(run.path, name, process.pid, node=node)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
 
 
 def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:

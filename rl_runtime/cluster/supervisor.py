@@ -102,7 +102,7 @@ class AgentSupervisor:
             kept.process = self._launch(node)
 
     def tick(self) -> None:
-        """Restarts agents that have ended."""
+        """Restarts agents that have ended, as soon as that is possible."""
         for node, kept in self._kept.items():
             code = kept.process.poll() if kept.process is not None else None
             if code is None:
@@ -114,9 +114,15 @@ class AgentSupervisor:
                     logger.error("the agent of %s ended %d times in a minute: restarts pause", node, RESTARTS_MAX + 1)
                 kept.complained = True
                 continue
+            try:
+                kept.process = self._launch(node)
+            except OSError as e:  # a full disk, or no further process: tried again at the next tick
+                if not kept.complained:
+                    logger.error("the agent of %s cannot be started again: %s", node, e)
+                kept.complained = True
+                continue
             kept.restarted_at.append(now)
             kept.complained = False
-            kept.process = self._launch(node)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._restarted(node, f"the agent of {node} had ended ({how})")
 

@@ -11,7 +11,9 @@ import pytest
 
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.proc_stat import read_stat
+from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.processes import (
+    PROCESSES_FILE,
     ProcessWatch,
     environment_of,
     find_processes,
@@ -19,6 +21,7 @@ from rolecall.rl_runtime.processes import (
     kill_process,
     record_process,
     run_environment,
+    start_process,
     stop_run,
 )
 from tests.support import PATIENCE_SECONDS, eventually
@@ -139,3 +142,12 @@ def test_environment_is_read_as_it_was_at_the_start(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.close()
     assert environment_of(process.pid) == {}
+
+
+def test_a_process_that_cannot_be_recorded_is_ended(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    (run.path / PROCESSES_FILE).mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        start_process(run, "agent-node-1", ["sleep", "600"], run.logs / "agent.log")
+    (run.path / PROCESSES_FILE).rmdir()
+    assert not find_processes(run.path)

@@ -1,5 +1,6 @@
 """The control loop with real processes but without Ray: a fake starts `sleep` where Ray would start actors."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,8 +22,9 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
 from rolecall.rl_runtime.cluster import operations
 from rolecall.rl_runtime.cluster import reconcile as decision
+from rolecall.rl_runtime.cluster import supervisor as supervisor_module
 from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
-from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.cluster.supervisor import AgentSupervisor, Supervisor
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.device import Hardware
 from rolecall.rl_runtime.processes import rank_name, record_process, run_environment
@@ -531,3 +533,33 @@ def test_a_rollout_is_not_drained_without_a_controller(rig: Rig) -> None:
     began = clock.monotonic()
     rig.supervisor._operations._let_drain(old)
     assert clock.monotonic() == began, "it waited"
+
+
+def test_an_agent_that_cannot_be_started_again_is_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    restarted: list[str] = []
+    failures: list[OSError] = []
+
+    def start(*_: object, **__: object) -> tuple[subprocess.Popen[bytes], int]:
+        if failures:
+            raise failures.pop()
+        return subprocess.Popen(["sleep", "600"]), 0
+
+    monkeypatch.setattr(supervisor_module, "start_process", start)
+    agents = AgentSupervisor(rig.run, [NodeId("node-1")], FakeClock(), lambda _, because: restarted.append(because))
+    agents.start()
+    failures += [OSError(errno.EAGAIN, "no process"), OSError(errno.ENOSPC, "the disk is full")]
+    try:
+        process = agents._kept[NodeId("node-1")].process
+        assert process is not None
+        process.kill()
+        process.wait()
+        agents.tick()
+        agents.tick()
+        assert not restarted and caplog.text.count("cannot be started") == 1
+        agents.tick()
+        agents.tick()
+        assert restarted == ["the agent of node-1 had ended (signal SIGKILL)"]
+    finally:
+        agents.stop()

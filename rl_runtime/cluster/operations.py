@@ -267,7 +267,7 @@ class Operations:
             raise ActuatorError(f"{left.name}: process {left.pid} is not gone {KILL_SECONDS} s after SIGKILL")
 
     def _begin(self, record: Actual) -> None:
-        # Event first: a record would not begin again at the next iteration if its event could not be written.
+        # Event first: without a record, this is tried again at the next iteration.
         self._event(ReplicaStarting, record, "starting")
         self._journal.set_actual(record)
 

@@ -20,6 +20,7 @@ from rolecall.rl_runtime.processes import (
     is_alive,
     kill_process,
     record_process,
+    recorded_processes,
     run_environment,
     start_process,
     stop_run,
@@ -151,3 +152,12 @@ def test_a_process_that_cannot_be_recorded_is_ended(tmp_path: Path) -> None:
         start_process(run, "agent-node-1", ["sleep", "600"], run.logs / "agent.log")
     (run.path / PROCESSES_FILE).rmdir()
     assert not find_processes(run.path)
+
+
+def test_a_record_that_a_full_disk_cut_off_hides_no_other(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    record_process(tmp_path, "before", sleeper.pid)
+    with (tmp_path / PROCESSES_FILE).open("a") as f:
+        f.write('{"name": "agent-node-1", "no')
+    assert [line["name"] for line in recorded_processes(tmp_path)] == ["before"]
+    record_process(tmp_path, "after", sleeper.pid)
+    assert [line["name"] for line in recorded_processes(tmp_path)] == ["before", "after"]

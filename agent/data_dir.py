@@ -10,6 +10,7 @@ import grp
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import mkstemp
 from typing import Final
@@ -73,6 +74,12 @@ def token_of(data_dir: Path) -> str:
     if not token:
         raise ConfigError([f"{path}: empty; remove it, and the agent creates a new one"])
     return token
+
+
+def remove(path: Path) -> None:
+    """Removes a file if it can. A file system with errors becomes read-only, and the agent of that node must go on."""
+    with suppress(OSError):
+        path.unlink()
 
 
 def refuse_foreign(data_dir: Path, euid: int) -> None:

@@ -31,11 +31,14 @@ DETAIL_CHARACTERS_MAX = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage:
-    """Response to a reader. `lost`: events after its cursor dropped by retention. `newest`: last seq issued."""
+    """Response to a reader. `lost`: events after its cursor dropped by retention. `newest`: last seq issued.
+    `after_wall_at`: of the event at its cursor; 0: not kept. If it differs from that of the event which the reader has,
+    the numbers have restarted: in a new directory, or after a node crash."""
 
     events: tuple[AgentEvent, ...]
     newest: int
     lost: int
+    after_wall_at: float = 0.0
 
 
 class EventLog:
@@ -169,7 +172,16 @@ class EventLog:
             events = tuple(takewhile(lambda e: e.seq > seq, reversed(self._events)))[::-1][:limit]
             first = self._events[0].seq if self._events else self._newest + 1
             lost = max(0, first - seq - 1) if seq > 0 else 0
-            return EventPage(events=events, newest=self._newest, lost=lost)
+            after_wall_at = next((e.wall_at for e in reversed(self._events) if e.seq == seq), 0.0)
+            return EventPage(events=events, newest=self._newest, lost=lost, after_wall_at=after_wall_at)
+
+    def nothing_after(self, seq: int) -> EventPage | None:
+        """The empty page of a reader that has the newest event; None if there are others. Takes no lock."""
+        if self._newest != seq:
+            return None
+        last = self._events[-1] if self._events else None
+        after_wall_at = last.wall_at if last is not None and last.seq == seq else 0.0
+        return EventPage(events=(), newest=seq, lost=0, after_wall_at=after_wall_at)
 
     @property
     def newest(self) -> int:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.agent.collectors.process.engines import engine_processes
+from rolecall.agent.data_dir import remove
 from rolecall.agent.reporter.flight_recorder_request import (
     DUMP_BYTES_MAX,
     REASON_CHARS_MAX,
@@ -179,8 +180,7 @@ class FlightRecorders:
     def _clean(self, page: Path) -> None:
         """Removes request and responses, including late responses to earlier requests."""
         for path in self._pages.glob(f"{page.stem}.*flight*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
+            remove(path)
 
 
 def _read_regular(path: Path, num_bytes_max: int) -> bytes:

@@ -21,7 +21,7 @@ from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import Probes
-from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME
+from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME, remove
 from rolecall.agent.disk_space import DiskWatch, disk_space
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
@@ -257,7 +257,7 @@ class Agent:
             self.events.append(change, detail=space.detail)
 
     def _shut(self) -> None:
-        (self._dir / "agent.json").unlink(missing_ok=True)
+        remove(self._dir / "agent.json")
         self._http.stop()
         if self._health is not None:
             self._health.stop()

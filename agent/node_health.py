@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError
@@ -177,7 +178,7 @@ class HealthServer:
 
     def stop(self) -> None:
         self._server.stop(grace=None).wait(STOP_SECONDS)
-        self._socket.unlink(missing_ok=True)
+        remove(self._socket)
 
     def _answer(self, _request: bytes, _context: Any) -> bytes:
         with self._one:

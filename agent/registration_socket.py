@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.data_dir import remove
 from rolecall.agent.identity import ClaimRejected
 from rolecall.agent.reporter.sender import socket_address
 from rolecall.core.clock import Clock
@@ -95,7 +96,7 @@ class RegistrationServer:
         self._listener.close()
         self._selector.close()
         os.close(self._wake)
-        self._path.unlink(missing_ok=True)
+        remove(self._path)
 
     def _run(self) -> None:
         while not self._stopping:

@@ -21,6 +21,7 @@ from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
+from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
@@ -280,7 +281,7 @@ class Registry:
         tracked.probe.close()
         if tracked.reader is not None:
             tracked.reader.close()
-            tracked.reader.path.unlink(missing_ok=True)
+            remove(tracked.reader.path)
 
     def _save(self) -> None:
         live = [asdict(t.registration) for t in self._tracked.values() if t.exited_at is None]
@@ -328,14 +329,14 @@ class Registry:
     def _remove_foreign_pages(self) -> None:
         """Removes pages of ended processes and unfetched Flight Recorder responses."""
         for path in self._pages.glob("*.*flight*"):
-            path.unlink(missing_ok=True)
+            remove(path)
         known = {page_name(p.pid, p.start_ticks) for p in self._tracked}
         for path in self._pages.glob("*.page"):
             pid, _, ticks = path.stem.partition("-")
             if path.name in known or not (pid.isdecimal() and ticks.isdecimal()):
                 continue
             if not (self._proc / pid).exists():
-                path.unlink(missing_ok=True)
+                remove(path)
 
     def poll(self, tracked: Tracked) -> None:
         """Reads the page: keeps the last consistent one, follows a promotion, reports unsent events."""

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ def record_process(run_dir: Path, name: str, pid: int, *, node: str = "") -> int
     if seen is None:
         return None
     line = {"name": name, "node": node, "pid": pid, "start_ticks": seen.start_ticks, "boot_id": boot_id()}
-    # A single short write in append mode is atomic among concurrent writers.
+    # A single short write in append mode is atomic among concurrent writers. It begins on a new line: a full disk may
+    # have cut off the record before it.
     with (run_dir / PROCESSES_FILE).open("a", encoding="utf-8") as f:
-        f.write(json.dumps(line) + "\n")
+        f.write("\n" + json.dumps(line) + "\n")
     return seen.start_ticks
 
 
@@ -110,6 +112,9 @@ def start_process(
 ) -> tuple[subprocess.Popen[bytes], int | None]:
     """Starts and records a process of the run, in a session of its own: only the supervisor handles Ctrl-C of the
     terminal. Output goes to `log`. Returns the process and its start time, None if it has already exited.
+
+    Raises:
+        OSError: it cannot be started, or not be recorded; no process remains.
     """
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -121,16 +126,24 @@ def start_process(
             stderr=out,
             start_new_session=True,
         )
-    return process, record_process(run.path, name, process.pid, node=node)
+    try:
+        return process, record_process(run.path, name, process.pid, node=node)
+    except OSError:
+        process.kill()
+        process.wait()
+        raise
 
 
 def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
-    """Lines of `processes.jsonl` of this boot. A torn last line (power loss) is left out."""
+    """Lines of `processes.jsonl` of this boot. Torn ones (power loss, full disk) are left out."""
     try:
         text = (run_dir / PROCESSES_FILE).read_text()
     except FileNotFoundError:
         return []
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = []
+    for line in text.splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
     return [line for line in lines if line["boot_id"] == boot_id()]
 
 

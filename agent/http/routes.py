@@ -72,7 +72,8 @@ ENDPOINTS = (
         "/v1/events",
         "event_batch",
         "JSON: [events](agent.md#events) numbered above N, oldest first, at most 1,000; waits up to S ≤ 30 s for the "
-        "first",
+        "first. `after_wall_at` is the `wall_at` of event N, 0 if it is not kept: where it is not that of the event N "
+        "which you have, as in a new data directory, numbers have restarted, and you continue with N = 0",
         "after=N&wait=S",
     ),
     Endpoint(
@@ -183,8 +184,8 @@ class Routes:
         rounds = parameters.number(request, "rounds", 0)
         seconds = parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
         await self.events.arrival(after, self._until_a_sample(seconds))
-        if since and self.events.newest == after:  # of a regular poll: too little to hand it to a thread
-            return self._news(EventPage(events=(), newest=after, lost=0), since, rounds)
+        if since and (page := self.events.nothing_after(after)):  # of a regular poll: too little for a thread
+            return self._news(page, since, rounds)
         return await run_in_threadpool(lambda: self._news(self.events.after(after), since, rounds))
 
     def _news(self, found: EventPage, since: int, rounds: int) -> Response:
@@ -205,6 +206,7 @@ class Routes:
             agent_pid=os.getpid(),
             newest=found.newest,
             lost=found.lost,
+            after_wall_at=found.after_wall_at,
             at=self.clock.monotonic(),
             wall_at=self.clock.wall(),
             events=found.events,

@@ -9,7 +9,8 @@ against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a res
 decompression, redirects are not followed, values are checked (agent_wire.py), and the deadline covers the response.
 
 An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
-cursor restarts. An agent that does not respond is reported as unreachable, with the reason; the others continue.
+cursor restarts. All events of a new data directory are read: its event at the cursor has another time. An agent that
+does not respond is reported as unreachable, with the reason; the others continue.
 """
 
 import asyncio
@@ -189,6 +190,7 @@ class _Agent:
     url: str
     stop: bool = False
     after: int = 0  # last event read
+    after_wall_at: float = 0.0  # its time
     since: int = 0  # sample cursor
     agent_pid: int = 0
     num_processes: int = 0  # in its newest samples
@@ -398,11 +400,11 @@ class AgentsSource:
             agent.agent_pid, agent.since = batch.agent_pid, 0
             return
         fresh = tuple(e for e in events.events if e.seq > agent.after)
-        if events.newest < agent.after:
+        if events.newest < agent.after or events.after_wall_at not in (0.0, agent.after_wall_at):
             # Its data directory is new: numbers restart, and all its events are unread.
-            agent.after = 0
+            agent.after, agent.after_wall_at = 0, 0.0
         elif fresh:
-            agent.after = fresh[-1].seq
+            agent.after, agent.after_wall_at = fresh[-1].seq, fresh[-1].wall_at
             with self._changed:
                 self._events.extend(fresh)
                 self._changed.notify_all()

@@ -31,7 +31,7 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.device import VISIBLE_DEVICES
 from rolecall.rl_runtime.faults import process_side as faults
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
-from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec
+from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, start_seconds
 from rolecall.rl_runtime.rank_processes import FurtherRanks
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ A = TypeVar("A")
 
 LEASE_EXIT = 70
 """Exit code of a process whose lease expired."""
-START_LEASE_SECONDS = 300.0
-"""Lease of a constructor: nothing can be renewed before it returns, and an engine may take minutes."""
 LEASE_CHECKS_PER_LEASE = 10
+LEASE_CHECK_SECONDS_MAX = 30.0
+"""The lease of a start may be hours; the one that follows it is short."""
 STOP_DELAY_SECONDS = 0.1
 """Between the answer to `stop` and the exit, so that the answer arrives."""
 REASON_LENGTH_MAX = 300
@@ -68,7 +68,7 @@ class ActorLease:
 
     def _watch(self) -> None:
         while self._clock.monotonic() < self._until:
-            self._clock.sleep(self._seconds / LEASE_CHECKS_PER_LEASE)
+            self._clock.sleep(min(self._seconds / LEASE_CHECKS_PER_LEASE, LEASE_CHECK_SECONDS_MAX))
         self._end()
 
 
@@ -145,7 +145,8 @@ class _Actor:
         if spawn.gpus:  # of a hybrid: Ray gives them to no actor
             os.environ[VISIBLE_DEVICES] = ",".join(spawn.gpus)
         self._spawn, self._job = spawn, parse_job(job)
-        self._lease = ActorLease(START_LEASE_SECONDS, SystemClock(), _exit_on_lease_expiry)
+        # Nothing can be renewed before this constructor returns.
+        self._lease = ActorLease(start_seconds(self._job), SystemClock(), _exit_on_lease_expiry)
         reporter.start(
             replica=spawn.replica,
             rank=0,
@@ -297,6 +298,7 @@ class RolloutActor(_Actor):
             token=spawn.run.token(),
             settings=settings,
             address=_node_address(),
+            start_seconds=start_seconds(job),
             transfer_seconds=job.runtime.transfer_timeout_seconds,
             on_step=partial(self._injection().factor, faults.ENGINE_STEP),
             on_tensor=partial(self._injection().factor, faults.WEIGHTS),

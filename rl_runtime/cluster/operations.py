@@ -1,7 +1,8 @@
 """The supervisor's long operations, each in a thread; its incarnations count as busy until it ends.
 
 An operation updates `actual` as soon as a state changes and never raises out of its thread: a failure marks the
-incarnation LOST with the reason, and recovery decides again.
+incarnation LOST with the reason, and recovery decides again. While the journal cannot be used, an operation waits:
+a process that has started or was promoted would otherwise be taken for an abandoned one.
 """
 
 import logging
@@ -12,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import DeviceName, JobConfig
-from rolecall.core.errors import ActuatorError
+from rolecall.core.errors import ActuatorError, JournalUnavailable
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.contract import Payload
@@ -28,9 +29,10 @@ from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
 from rolecall.rl_runtime.device import num_gpus
 from rolecall.rl_runtime.processes import RunProcess, former_ranks, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.protocol.membership import GONE
-from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
+from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn, start_seconds
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 THREADS = 32
 ENGINES_AT_ONCE = 3
@@ -43,10 +45,8 @@ KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
 DRAIN_SECONDS = 3.0
 """Time for the controller to take the last tokens of a live rollout that is replaced, and to fence it."""
-START_FACTOR = 2.0
-"""Of `detector.first_unit_seconds`, until the runtime gives up a start. A watch judges a start earlier, and by the CPU
-time that it got: on a busy machine a healthy one takes longer. This ends those that no watch sees."""
 PROMOTE_SECONDS = 10.0
+JOURNAL_RETRY_SECONDS = 1.0
 
 
 class Operations:
@@ -102,8 +102,10 @@ class Operations:
             self._actors.forget(record.actor)
 
     def stopped(self, record: Actual, because: str) -> None:
-        if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
-            self._event(ReplicaStopped, replace(record, because=because), "stopped")
+        """Waits for the journal, until `close`."""
+        stopped = replace(record, state=ReplicaState.STOPPED, because=because)
+        if self._patiently(lambda: self._journal.set_actual(stopped, unless=GONE)):
+            self._patiently(lambda: self._event(ReplicaStopped, stopped, "stopped"))
 
     # Long operations each run in a thread of the pool.
 
@@ -144,11 +146,12 @@ class Operations:
                 return
             # They end with their first rank; one that does not would keep its device.
             self._end_processes(former_ranks(self._run.path, record.replica, record.incarnation))
-            born = self._actors.start(spawn, START_FACTOR * self._job.detector.first_unit_seconds)
+            born = self._actors.start(spawn, start_seconds(self._job))
         finally:
             if is_engine:
                 self._engines.release()
-        self._admit(replace(record, pid=born.pid, start_ticks=born.start_ticks), from_standby="")
+        started = replace(record, pid=born.pid, start_ticks=born.start_ticks)
+        self._patiently(lambda: self._admit(started, from_standby=""))
 
     def promote(self, what: Promote, standby: Actual) -> None:
         record = replace(
@@ -168,11 +171,11 @@ class Operations:
             self._actors.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
         except Exception:
             # Deliberate, and raised again: a standby whose promotion failed has no known identity.
-            self.lose(standby, f"it could not become {record.replica}")
+            self._patiently(lambda: self.lose(standby, f"it could not become {record.replica}"))
             self._kill(standby)
             raise
         self.stopped(standby, f"it became {record.replica}#{record.incarnation}")
-        self._admit(record, from_standby=standby.replica)
+        self._patiently(lambda: self._admit(record, from_standby=standby.replica))
 
     def end(self, record: Actual, because: str, *, wanted: bool) -> None:
         """Fences an incarnation, ends its process and confirms the exit. `wanted`: without replacement."""
@@ -181,9 +184,10 @@ class Operations:
 
     def _end(self, record: Actual, because: str, wanted: bool) -> None:
         if not wanted and split_replica(record.replica)[0] == "rollout":
-            self._let_drain(record)
+            self._patiently(lambda: self._let_drain(record))
         if not wanted:
-            self.lose(record, because)  # fence first: no message of it is accepted any more
+            # Fence first: no message of it is accepted any more.
+            self._patiently(lambda: self.lose(record, because))
         self._kill(record)
         if wanted:
             self.stopped(record, because)
@@ -224,6 +228,15 @@ class Operations:
             return
         future.add_done_callback(lambda f: self._done(keys) if f.cancelled() else None)
 
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Repeats a call, which may be repeated, until the journal can be used or the run ends."""
+        while True:
+            try:
+                return call()
+            except JournalUnavailable:
+                if self._closed.wait(JOURNAL_RETRY_SECONDS):
+                    raise
+
     def _done(self, keys: list[Incarnation]) -> None:
         with self._lock:
             self._busy.subtract(keys)
@@ -231,10 +244,10 @@ class Operations:
     def _fail(self, key: Incarnation, because: str) -> None:
         if self._closed.is_set():
             return
-        record = self._journal.actual().get(key)
+        record = self._patiently(self._journal.actual).get(key)
         if record is None:
             return
-        self.lose(record, because)
+        self._patiently(lambda: self.lose(record, because))
         try:
             self._kill(record)
         except ActuatorError as e:
@@ -254,8 +267,9 @@ class Operations:
             raise ActuatorError(f"{left.name}: process {left.pid} is not gone {KILL_SECONDS} s after SIGKILL")
 
     def _begin(self, record: Actual) -> None:
-        self._journal.set_actual(record)
+        # Event first: without a record, this is tried again at the next iteration.
         self._event(ReplicaStarting, record, "starting")
+        self._journal.set_actual(record)
 
     def _admit(self, record: Actual, from_standby: str) -> None:
         """Marks the replica READY unless it was fenced during the start; recovery then wants another incarnation."""

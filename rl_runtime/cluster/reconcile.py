@@ -176,7 +176,11 @@ def _ready_standby(fleet: ClusterState, role: str, promoted: set[Incarnation]) -
         wanted = desired is not None and desired.incarnation == record.incarnation
         shut = record.node in fleet.quarantined
         takes = STANDBY_ROLES.get(split_replica(record.replica)[0])
-        if takes == role and fit and wanted and not shut and key not in promoted:
+        process = record.pid, record.start_ticks
+        renamed = any(
+            (a.pid, a.start_ticks) == process for k, a in fleet.actual.items() if k != key and a.state in LIVING
+        )
+        if takes == role and fit and wanted and not shut and not renamed and key not in promoted:
             return record
     return None
 

@@ -30,7 +30,7 @@ from rolecall.core.text import counted
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
 from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes, num_needed
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
-from rolecall.rl_runtime.cluster.operations import START_FACTOR, Operations
+from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
     LIVING,
     ClusterState,
@@ -57,6 +57,7 @@ from rolecall.rl_runtime.processes import (
     stop_run,
 )
 from rolecall.rl_runtime.protocol.membership import GONE
+from rolecall.rl_runtime.protocol.spawn import start_seconds
 from rolecall.rl_runtime.tasks.check import model_size
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class AgentSupervisor:
             kept.process = self._launch(node)
 
     def tick(self) -> None:
-        """Restarts agents that have ended."""
+        """Restarts agents that have ended, as soon as that is possible."""
         for node, kept in self._kept.items():
             code = kept.process.poll() if kept.process is not None else None
             if code is None:
@@ -113,9 +114,15 @@ class AgentSupervisor:
                     logger.error("the agent of %s ended %d times in a minute: restarts pause", node, RESTARTS_MAX + 1)
                 kept.complained = True
                 continue
+            try:
+                kept.process = self._launch(node)
+            except OSError as e:  # a full disk, or no further process: tried again at the next tick
+                if not kept.complained:
+                    logger.error("the agent of %s cannot be started again: %s", node, e)
+                kept.complained = True
+                continue
             kept.restarted_at.append(now)
             kept.complained = False
-            kept.process = self._launch(node)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._restarted(node, f"the agent of {node} had ended ({how})")
 
@@ -280,7 +287,7 @@ class Supervisor:
             raise ActuatorError(f"writing the model folder failed with code {code}: {output}")
 
     def _wait_until_ready(self, replicas: list[ReplicaId]) -> None:
-        seconds = START_FACTOR * self.job.detector.first_unit_seconds
+        seconds = start_seconds(self.job)
         deadline = self.clock.monotonic() + seconds
         shown = -1
         while True:

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.core.config.job import DeviceName
+from rolecall.core.config.job import DeviceName, JobConfig
 from rolecall.core.ids import NodeId, ReplicaId, RunId, split_replica
 from rolecall.core.rundir import RunDir, registration_secret
 
 NAMESPACE = "rolecall"
 """Ray namespace of all actors."""
+START_FACTOR = 2.0
+"""Of `detector.first_unit_seconds`, until the runtime gives up a start. A watch judges a start earlier, and by the CPU
+time that it got: on a busy machine a healthy one takes longer. This ends those that no watch sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,11 @@ class ActorSpec:
     @property
     def run(self) -> RunDir:
         return RunDir(Path(self.run_dir))
+
+
+def start_seconds(job: JobConfig) -> float:
+    """Until the runtime gives up a start."""
+    return START_FACTOR * job.detector.first_unit_seconds
 
 
 def actor_name(run_id: str, replica: str, incarnation: int) -> str:

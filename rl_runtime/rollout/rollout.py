@@ -47,8 +47,6 @@ from rolecall.rl_runtime.weights.pull import PartialTransfer, TransferFailed, fi
 
 logger = logging.getLogger(__name__)
 
-START_SECONDS: Final = 180.0
-"""Import and start of the engine: 6 s alone on a core, several times that when all engines of a node start together."""
 APPLY_SECONDS: Final = 30.0
 """Wait for the engine thread to finish its step, then load, read back and prove: 30 ms for a small model."""
 
@@ -72,6 +70,8 @@ class RolloutReplica:
     Args:
         token: the run's token, for the weight port.
         address: where the weight port listens: the node's address, so that others can pull from it.
+        start_seconds: deadline of the import and start of the engine: 6 s alone on a core for a small model, several
+            times that when all engines of a node start together.
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread (`EngineThread`).
         on_tensor: called before each tensor is sent, in a thread of the weight port (`TensorServer`).
@@ -90,6 +90,7 @@ class RolloutReplica:
         token: str,
         settings: EngineSettings,
         address: str = "127.0.0.1",
+        start_seconds: float = 240.0,
         transfer_seconds: float = 10.0,
         clock: Clock | None = None,
         on_step: Callable[[], float | None] | None = None,
@@ -113,7 +114,7 @@ class RolloutReplica:
             on_failure=on_failure,
         )
         try:
-            self._engine = self._thread.wait_started(START_SECONDS)
+            self._engine = self._thread.wait_started(start_seconds)
         except RolecallError:
             self.server.close()
             raise

@@ -326,9 +326,10 @@ class EventBatch:
     at: float
     wall_at: float
     events: tuple[AgentEvent, ...]
+    after_wall_at: float = 0.0  # of event N; 0: it is not kept, or an older agent answers
 
     def to_dict(self) -> dict[str, Any]:
-        head = {k: getattr(self, k) for k in ("node", "agent_pid", "newest", "lost", "at", "wall_at")}
+        head = {k: getattr(self, k) for k in ("node", "agent_pid", "newest", "lost", "at", "wall_at", "after_wall_at")}
         return {"version": WIRE_VERSION, **head, "events": [e.to_dict() for e in self.events]}
 
     @classmethod

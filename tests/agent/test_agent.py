@@ -203,6 +203,7 @@ def test_a_poll_of_a_watch_ends_with_an_event_else_with_a_sample(agent: AgentPro
     first, _ = checked_news(agent.get("/v1/news?after=2&since=0&wait=0")[1], "node-1")
     batch, events = checked_news(agent.get(f"/v1/news?after=2&since={first.cursor}&wait=0.5")[1], "node-1")
     assert batch.cursor > first.cursor and batch.processes and (events.newest, events.events) == (2, ())
+    assert events.after_wall_at == agent.events()[-1]["wall_at"]
     with ThreadPoolExecutor(1) as pool:
         poll = pool.submit(agent.get, f"/v1/news?after=2&since={batch.cursor}&wait={WAIT_SECONDS}")
         child.execute("reporter.set_step(3); raise FloatingPointError('loss is NaN')")

@@ -99,6 +99,20 @@ def test_a_cursor_of_another_life_starts_from_the_first(tmp_path: Path) -> None:
     assert _seqs(it, 99) == [1]
 
 
+def test_a_reader_can_tell_whether_its_last_event_is_still_the_one_of_that_number(tmp_path: Path) -> None:
+    clock = FakeClock()
+    it = EventLog(tmp_path / "events.jsonl", NODE, clock, 2)
+    assert it.nothing_after(0) == it.after(0)
+    events = []
+    for _ in range(3):
+        clock.advance(1.0)
+        events.append(it.append(KIND))
+    kept = {seq: it.after(seq).after_wall_at for seq in range(5)}
+    assert kept == {0: 0.0, 1: 0.0, 2: events[1].wall_at, 3: events[2].wall_at, 4: 0.0}, "the first is not kept"
+    assert it.nothing_after(2) is None
+    assert it.nothing_after(3) == it.after(3)
+
+
 def test_waiting_ends_with_the_event_or_the_deadline(tmp_path: Path) -> None:
     it = log(tmp_path)
     assert it.wait(0, 0.01).events == ()

@@ -141,6 +141,16 @@ def test_an_agent_starts_on_a_full_disk(tmp_path: Path) -> None:
                 agent.terminate()
 
 
+def test_an_agent_ends_as_usual_when_it_can_remove_nothing(tmp_path: Path) -> None:
+    """As on a file system that has become read-only. Here its files are folders."""
+    agent = AgentProcess(tmp_path / "node-1")
+    for name in ("agent.json", "agent.sock"):
+        (agent.node_dir / name).unlink()
+        (agent.node_dir / name).mkdir()
+    agent.close()
+    assert agent.process.returncode == 0
+
+
 def _is_well(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=PATIENCE_SECONDS) as answer:

@@ -43,6 +43,8 @@ class FakeAgent:
     events: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # in the head of every answer
+    names_last: bool = True
+    """False: as agents that do not tell the time of the event that was read last."""
     connections: int = 0
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class FakeAgent:
         with self.changed:
             self.changed.wait_for(lambda: len(self.events) > after, float(query["wait"]))
             head |= {"newest": len(self.events), "events": self.events[after:]}
+            if self.names_last and 0 < after <= len(self.events):
+                head["after_wall_at"] = self.events[after - 1]["wall_at"]
         if path == "/v1/news":
             head |= {"cursor": 100, "samples_lost": 0}
             if query["since"] == "0" and (self.block or self.samples):

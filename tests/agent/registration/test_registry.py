@@ -326,6 +326,20 @@ def test_pages_of_the_forgotten_are_removed(world: World, child: Child) -> None:
     assert world.registry.processes() == () and not child.page.exists()
 
 
+def test_a_page_that_cannot_be_removed_changes_nothing_else(world: World, child: Child) -> None:
+    """As on a file system that has become read-only. Here the pages are folders."""
+    child.start("rollout/0")
+    world.register(child, "rollout/0")
+    child.close()
+    eventually(lambda: "exited" in world.kinds(), "the exit was reported")
+    child.page.unlink()
+    for page in (child.page, world.data_dir / "pages" / "4194305-1.page", world.data_dir / "pages" / "1-1.flight"):
+        page.mkdir()
+    world.clock.advance(DEAD_SHOWN_SECONDS + 1)
+    assert world.registry.processes() == ()
+    world.registry.adopt()
+
+
 def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> None:
     child.start("rollout/0", incarnation=2)
     world.register(child, "rollout/0", 2)

@@ -115,6 +115,40 @@ def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(s
     polled_until(source, lambda o: not o.unreachable)
 
 
+@pytest.mark.parametrize("agent_pid", [1, 2])
+@pytest.mark.parametrize("num_events", [1, 2, 3])
+def test_all_events_of_a_new_data_directory_are_read(stack: ExitStack, num_events: int, agent_pid: int) -> None:
+    """Its numbers have reached or passed that of the last event read from the former one. In a container the new agent
+    may have the same PID."""
+    first = FakeAgent()
+    urls = {NODE: first.url}
+    source = stack.enter_context(watched(lambda: urls))
+    for _ in range(2):
+        first.add_event()
+    polled_until(source, lambda o: o.events)
+    polled_until(source, lambda _: any("after=2" in path for path in first.asked))
+    first.close()
+    second = agent(stack, agent_pid=agent_pid)
+    for n in range(num_events):
+        second.add_event(kind="registered", wall_at=1_700_000_100.0 + n)
+    urls[NODE] = second.url
+    read: list[int] = []
+    polled_until(source, lambda o: read.extend(e.seq for e in o.events) or len(read) >= num_events)
+    second.add_event(kind="finished")
+    polled_until(source, lambda o: read.extend(e.seq for e in o.events) or len(read) > num_events)
+    assert read == [*range(1, num_events + 2)]
+
+
+def test_an_agent_that_does_not_name_the_last_event_is_read_as_before(stack: ExitStack) -> None:
+    a = agent(stack, names_last=False)
+    a.add_event()
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    polled_until(source, lambda o: o.events)
+    polled_until(source, lambda _: any("after=1" in path for path in a.asked))
+    a.add_event(wall_at=1_700_000_012.0)
+    assert [e.seq for e in polled_until(source, lambda o: o.events).events] == [2]
+
+
 def test_an_agent_that_claims_thousands_of_processes_does_not_slow_the_watch(stack: ExitStack) -> None:
     many = [sample(process={"node": NODE, "pid": n, "start_ticks": 7}, rank=n) for n in range(1, 5001)]
     a = agent(stack, samples=many)

@@ -17,10 +17,11 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import FakeClock
+from rolecall.core.config.job import parse_job
 from rolecall.core.errors import DeadlineExceeded, NonFiniteValue, PeerLost, StaleIncarnation
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
-from rolecall.core.rundir import RunDir
+from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.cluster import actors
 from rolecall.rl_runtime.cluster.actors import RayClient, RemoteError
 from rolecall.rl_runtime.protocol.clients import (
@@ -31,6 +32,7 @@ from rolecall.rl_runtime.protocol.clients import (
     is_code_error,
     within,
 )
+from rolecall.rl_runtime.protocol.spawn import make_spawn
 from tests.support import PATIENCE_SECONDS, eventually
 
 RECORD = Actual(
@@ -201,6 +203,33 @@ def test_an_expired_lease_ends_the_process() -> None:
     assert ended == ["forgotten"], "a renewed lease holds"
     clock.advance(29.0)
     eventually(lambda: ends("renewed"), "the renewed lease to run out, too")
+
+
+def test_first_unit_seconds_lengthens_the_lease_of_a_start_and_the_wait_for_an_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[float] = []
+
+    class Lease:
+        def __init__(self, seconds: float, *_: object) -> None:
+            given.append(seconds)
+
+        def renew(self, seconds: float) -> None:
+            given.append(seconds)
+
+    def replica(**arguments: Any) -> object:
+        given.append(arguments["start_seconds"])
+        return object()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(actors, "ActorLease", Lease)
+    monkeypatch.setattr(actors, "_node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(reporter, "start", lambda **_: None)
+    monkeypatch.setattr("rolecall.rl_runtime.rollout.rollout.RolloutReplica", replica)
+    spawn = make_spawn(create_run_dir(tmp_path, "r"), ReplicaId("rollout/0"), 1, NodeId("node-1"))
+    job = parse_job({"detector": {"first_unit_seconds": 600}, "runtime": {"lease_seconds": 20}})
+    actors.RolloutActor(spawn, job.model_dump(mode="json"))
+    assert given == [1200.0, 1200.0, 20.0]
 
 
 @pytest.mark.parametrize(

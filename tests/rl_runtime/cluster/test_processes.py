@@ -11,14 +11,18 @@ import pytest
 
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.proc_stat import read_stat
+from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.processes import (
+    PROCESSES_FILE,
     ProcessWatch,
     environment_of,
     find_processes,
     is_alive,
     kill_process,
     record_process,
+    recorded_processes,
     run_environment,
+    start_process,
     stop_run,
 )
 from tests.support import PATIENCE_SECONDS, eventually
@@ -139,3 +143,21 @@ def test_environment_is_read_as_it_was_at_the_start(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.close()
     assert environment_of(process.pid) == {}
+
+
+def test_a_process_that_cannot_be_recorded_is_ended(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    (run.path / PROCESSES_FILE).mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        start_process(run, "agent-node-1", ["sleep", "600"], run.logs / "agent.log")
+    (run.path / PROCESSES_FILE).rmdir()
+    assert not find_processes(run.path)
+
+
+def test_a_record_that_a_full_disk_cut_off_hides_no_other(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    record_process(tmp_path, "before", sleeper.pid)
+    with (tmp_path / PROCESSES_FILE).open("a") as f:
+        f.write('{"name": "agent-node-1", "no')
+    assert [line["name"] for line in recorded_processes(tmp_path)] == ["before"]
+    record_process(tmp_path, "after", sleeper.pid)
+    assert [line["name"] for line in recorded_processes(tmp_path)] == ["before", "after"]

@@ -210,6 +210,14 @@ TABLE = {
         ),
         ["Promote rollout/0#2", "Start rollout/1#2"],
     ),
+    "a standby whose process has another name by now serves nobody else": (
+        fleet(
+            [want("rollout/0", 2), want("rollout/1", 2), STANDBY[0]],
+            [have("rollout/0", 2, state=S.STARTING, pid=106), have("rollout/1", state=S.LOST), STANDBY[1]],
+            dead=("rollout/1#1",),
+        ),
+        ["Start rollout/1#2"],
+    ),
     "a standby in use is never ended under its old name": (
         fleet(
             [want("rollout/0", 2), want("standby/0", 2, node="node-3")],

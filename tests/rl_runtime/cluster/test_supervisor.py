@@ -1,11 +1,13 @@
 """The control loop with real processes but without Ray: a fake starts `sleep` where Ray would start actors."""
 
+import errno
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -15,11 +17,14 @@ from rolecall.core.errors import ActuatorError, DeadlineExceeded, JournalUnavail
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import Ledger
+from rolecall.core.journal.store import Store
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
+from rolecall.rl_runtime.cluster import operations
 from rolecall.rl_runtime.cluster import reconcile as decision
+from rolecall.rl_runtime.cluster import supervisor as supervisor_module
 from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
-from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.cluster.supervisor import AgentSupervisor, Supervisor
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.device import Hardware
 from rolecall.rl_runtime.processes import rank_name, record_process, run_environment
@@ -27,6 +32,7 @@ from rolecall.rl_runtime.protocol.spawn import ActorSpec, actor_name
 from tests.support import PATIENCE_SECONDS, eventually
 
 S = ReplicaState
+T = TypeVar("T")
 
 
 class SleepActors:
@@ -91,6 +97,31 @@ class SleepActors:
         for process in self.processes.values():
             process.kill()
             process.wait()
+
+
+class JournalOutage:
+    """From `start` to `end`, the journal can be neither read nor written."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refused_in_threads = 0
+        self._is_on, self._writes_left = False, 0
+        read, write = store.read, store.write
+        monkeypatch.setattr(store, "read", lambda: self._through(read, 0))
+        monkeypatch.setattr(store, "write", lambda: self._through(write, 1))
+
+    def _through(self, method: Callable[[], T], num_writes: int) -> T:
+        if self._is_on:
+            if not self._writes_left:
+                self.refused_in_threads += threading.current_thread() is not threading.main_thread()
+                raise JournalUnavailable(where="journal.db", reason="disk is full", hint="free some space")
+            self._writes_left -= num_writes
+        return method()
+
+    def start(self, after_writes: int = 0) -> None:
+        self._writes_left, self._is_on = after_writes, True
+
+    def end(self) -> None:
+        self._is_on = False
 
 
 class Rig:
@@ -164,6 +195,89 @@ def test_processes_live_on_while_the_journal_cannot_be_read(rig: Rig, monkeypatc
         with pytest.raises(JournalUnavailable):
             rig.supervisor.tick()
     assert rig.actors.renewals == before + 3
+
+
+@pytest.fixture
+def outage(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> JournalOutage:
+    monkeypatch.setattr(operations, "JOURNAL_RETRY_SECONDS", 0.01)
+    return JournalOutage(rig.journal.store, monkeypatch)
+
+
+def test_a_start_that_ends_while_the_journal_is_away_is_recorded_later(rig: Rig, outage: JournalOutage) -> None:
+    rig.actors.hold.clear()
+    rig.want("trainer/0")
+    rig.until("trainer/0", 1, S.STARTING)
+    outage.start()
+    rig.actors.hold.set()
+    eventually(lambda: outage.refused_in_threads, "the end of the start to meet the outage")
+    outage.end()
+    record = rig.until("trainer/0", 1, S.READY)
+    assert record.pid == rig.actors.processes["r:trainer-0:1"].pid
+    assert not rig.events(EventKind.REPLICA_LOST)
+
+
+def test_a_start_that_fails_while_the_journal_is_away_keeps_its_reason(rig: Rig, outage: JournalOutage) -> None:
+    rig.actors.hold.clear()
+    rig.actors.refuse["trainer/0"] = ActuatorError("died while it started")
+    rig.want("trainer/0")
+    rig.until("trainer/0", 1, S.STARTING)
+    outage.start()
+    rig.actors.hold.set()
+    eventually(lambda: outage.refused_in_threads, "the failure to meet the outage")
+    outage.end()
+    assert "died while it started" in rig.until("trainer/0", 1, S.LOST).because
+
+
+def test_a_promotion_that_ends_while_the_journal_is_away_is_recorded_later(
+    rig: Rig, outage: JournalOutage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.want("standby/0", node="node-6")
+    standby = rig.until("standby/0", 1, S.READY)
+    promote = rig.actors.promote
+
+    def promote_before_the_outage(*args: Any) -> None:
+        promote(*args)
+        outage.start()
+
+    monkeypatch.setattr(rig.actors, "promote", promote_before_the_outage)
+    rig.want("rollout/0", 2)
+    rig.supervisor.tick()
+    eventually(lambda: outage.refused_in_threads, "the end of the promotion to meet the outage")
+    outage.end()
+    assert rig.until("rollout/0", 2, S.READY).pid == standby.pid
+    used = rig.actual("standby/0")
+    assert used is not None and used.state is S.STOPPED
+    assert len(rig.events(EventKind.REPLICA_STOPPED)) == len(rig.actors.promoted) == 1
+
+
+@pytest.mark.parametrize("num_writes", [0, 1])
+def test_a_promotion_whose_beginning_cannot_be_written_begins_later(
+    rig: Rig, outage: JournalOutage, num_writes: int
+) -> None:
+    rig.want("standby/0", node="node-6")
+    standby = rig.until("standby/0", 1, S.READY)
+    rig.supervisor.tick()
+    rig.want("rollout/0", 2)
+    outage.start(after_writes=num_writes)
+    with pytest.raises(JournalUnavailable):
+        rig.supervisor.tick()
+    outage.end()
+    assert rig.until("rollout/0", 2, S.READY).pid == standby.pid
+    assert len(rig.events(EventKind.REPLICA_STARTING)) == 2
+
+
+def test_an_end_that_is_wanted_is_recorded_as_such_when_the_journal_is_back(
+    rig: Rig, outage: JournalOutage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.want("reward/0")
+    rig.until("reward/0", 1, S.READY)
+    monkeypatch.setattr(rig.actors, "forget", lambda _: outage.start())
+    rig.journal.remove_desired(ReplicaId("reward/0"))
+    rig.supervisor.tick()
+    eventually(lambda: outage.refused_in_threads, "the end to meet the outage")
+    outage.end()
+    rig.until("reward/0", 1, S.STOPPED)
+    eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
 
 
 def test_a_death_is_recorded_once_and_nothing_is_replaced(rig: Rig) -> None:
@@ -419,3 +533,33 @@ def test_a_rollout_is_not_drained_without_a_controller(rig: Rig) -> None:
     began = clock.monotonic()
     rig.supervisor._operations._let_drain(old)
     assert clock.monotonic() == began, "it waited"
+
+
+def test_an_agent_that_cannot_be_started_again_is_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    restarted: list[str] = []
+    failures: list[OSError] = []
+
+    def start(*_: object, **__: object) -> tuple[subprocess.Popen[bytes], int]:
+        if failures:
+            raise failures.pop()
+        return subprocess.Popen(["sleep", "600"]), 0
+
+    monkeypatch.setattr(supervisor_module, "start_process", start)
+    agents = AgentSupervisor(rig.run, [NodeId("node-1")], FakeClock(), lambda _, because: restarted.append(because))
+    agents.start()
+    failures += [OSError(errno.EAGAIN, "no process"), OSError(errno.ENOSPC, "the disk is full")]
+    try:
+        process = agents._kept[NodeId("node-1")].process
+        assert process is not None
+        process.kill()
+        process.wait()
+        agents.tick()
+        agents.tick()
+        assert not restarted and caplog.text.count("cannot be started") == 1
+        agents.tick()
+        agents.tick()
+        assert restarted == ["the agent of node-1 had ended (signal SIGKILL)"]
+    finally:
+        agents.stop()

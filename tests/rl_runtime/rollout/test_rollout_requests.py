@@ -170,3 +170,15 @@ def test_an_engine_that_does_not_start_reports_why(tmp_path: Path) -> None:
 
     with pytest.raises(EngineBroken, match="no memory"):
         Rig(tmp_path, make_engine=make)
+
+
+def test_an_engine_is_given_up_after_the_time_of_a_start(tmp_path: Path) -> None:
+    given_up = threading.Event()
+
+    def make(settings: EngineSettings) -> ScriptedEngine:
+        given_up.wait(PATIENCE_SECONDS)
+        raise EngineBroken("too late")
+
+    with pytest.raises(DeadlineExceeded, match="the engine to start"):
+        Rig(tmp_path, make_engine=make, start_seconds=0.01)
+    given_up.set()

@@ -16,7 +16,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import CorruptTransfer, EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented, job_of
 from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
@@ -200,7 +200,9 @@ class MonitoredProcesses:
             self.before[subject.key] = subject.copied()
 
     def peers(self, subject: MonitoredProcess) -> list[MonitoredProcess]:
-        return [s for s in self.roster.of_role(subject.role).values() if s.key != subject.key]
+        """Of the same role and job."""
+        here = self.roster.of_role(subject.role).values()
+        return [s for s in here if s.group == subject.group and s.key != subject.key]
 
     def ingest(self, observation: Observation) -> None:
         now = observation.wall_at
@@ -266,6 +268,25 @@ class MonitoredProcesses:
         of_nodes = self.offsets, self.walls, self.answered, self.answering, self.raylets_gone
         for known in (*of_nodes, self.oom_kills, self.oom_wall, self.available_bytes):
             known.pop(node, None)
+
+    def _join(self, subject: MonitoredProcess, job: str) -> None:
+        """Of two jobs with the same role in one run, neither is late for the other's collectives, or slow against it.
+        The first has the role as its group, and leaves what was learned to its successor; the other one has the name of
+        a replica. Processes of the same replica are of one job, which has another rendezvous when it starts again; a
+        process whose job is not known is compared with the first."""
+        if subject.incarnation != UNCOUNTED or job in ("", subject.job):
+            return
+        subject.job = job
+        others = [s for s in self.roster.of_role(subject.role).values() if s.job and s is not subject and not s.gone]
+        mates = [s for s in others if s.job == job] or [s for s in others if s.replica == subject.replica]
+        if mates:
+            group = mates[0].group
+        else:
+            group = subject.replica if any(s.group == subject.role for s in others) else subject.role
+        if group != subject.group:
+            subject.group = group
+            self.roster.changes += 1
+            self.gaps.keep({s.group for s in self.subjects.values()})
 
     def _close_older(self, replica: str, below_incarnation: int, now: float) -> None:
         for s in list(self.roster.of_replica(replica).values()):
@@ -385,6 +406,7 @@ class MonitoredProcesses:
         subject.seen_wall = now
         if event.kind == AgentEventKind.REGISTERED and event.process == subject.process:
             subject.first_wall = min(subject.first_wall, self.wall_of(event))
+            self._join(subject, job_of(event))
         if event.kind == AgentEventKind.FINISHED:
             subject.finished = True
         elif event.kind == AgentEventKind.RAY_WORKER_ENDED and event.process == subject.process:

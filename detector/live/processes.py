@@ -10,6 +10,7 @@ poll must not scan all of them (`ProcessIndex`, docs/decisions/0021).
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
@@ -277,16 +278,20 @@ class MonitoredProcesses:
         if subject.incarnation != UNCOUNTED or job in ("", subject.job):
             return
         subject.job = job
-        others = [s for s in self.roster.of_role(subject.role).values() if s.job and s is not subject and not s.gone]
-        mates = [s for s in others if s.job == job] or [s for s in others if s.replica == subject.replica]
-        if mates:
-            group = mates[0].group
-        else:
-            group = subject.replica if any(s.group == subject.role for s in others) else subject.role
-        if group != subject.group:
-            subject.group = group
-            self.roster.changes += 1
-            self.gaps.keep({s.group for s in self.subjects.values()})
+        self.roster.changes += 1
+        replica, role = self.roster.of_replica(subject.replica), self.roster.of_role(subject.role)
+
+        def others(index: Mapping[Key, MonitoredProcess]) -> Iterator[MonitoredProcess]:
+            return (s for s in index.values() if s.job and s is not subject and not s.gone)
+
+        # The replica comes first: it is small where jobs are many.
+        mate = next((s for s in chain(others(replica), others(role)) if s.job == job), next(others(replica), None))
+        if mate is not None:
+            subject.group = mate.group
+            return
+        is_second = any(s.group == subject.role for s in others(role))
+        subject.group = subject.replica if is_second else subject.role
+        self.gaps.keep({s.group for s in self.subjects.values()})
 
     def _close_older(self, replica: str, below_incarnation: int, now: float) -> None:
         for s in list(self.roster.of_replica(replica).values()):

@@ -450,8 +450,8 @@ class MonitoredProcesses:
         sampling = {batch.node for batch in observation.batches if batch.processes or batch.hosts}
         for s in [s for s in self.roster if now - s.seen_wall > VANISHED_SECONDS]:
             since = self.answering if s.node in sampling else self.answered
-            is_over = now - since.get(s.node, now) > VANISHED_SECONDS
-            if is_over and s.incarnation == UNCOUNTED and not s.gone and s.node not in silent:
+            is_over = now - since.get(s.node, now) > VANISHED_SECONDS and s.node not in silent
+            if is_over and s.incarnation == UNCOUNTED and s.sample is not None and not s.gone:
                 self._close(s, now)
 
     def _sweep(self, now: float) -> None:

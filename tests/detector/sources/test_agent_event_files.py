@@ -25,19 +25,19 @@ class Agent:
     def __init__(self, path: Path, node: str = "node-1") -> None:
         path.parent.mkdir(exist_ok=True)
         self.clock = FakeClock()
-        self.node = NodeId(node)
+        self.node, self.incarnation = NodeId(node), 1
         self.log = EventLog(path, self.node, self.clock)
 
-    def says(
-        self, kind: AgentEventKind, rank: int | None = None, after: float = 1.0, incarnation: int = 1, **detail: str
-    ) -> None:
+    def says(self, kind: AgentEventKind, rank: int | None = None, after: float = 1.0, **detail: str) -> None:
         self.clock.advance(after)
         if rank is None:
             self.log.append(kind, detail=detail)
             return
         process = ProcessId(node=self.node, pid=100 + rank, start_ticks=7)
         replica = f"trainer/{rank}"
-        self.log.append(kind, process=process, role="trainer", replica=replica, incarnation=incarnation, detail=detail)
+        self.log.append(
+            kind, process=process, role="trainer", replica=replica, incarnation=self.incarnation, detail=detail
+        )
 
 
 def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None:
@@ -57,12 +57,13 @@ def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None
 
 def test_a_process_that_events_do_not_mention_for_a_while_has_not_vanished(tmp_path: Path) -> None:
     agent = Agent(tmp_path / "events.jsonl")
+    agent.incarnation = UNCOUNTED
     for rank in range(4):
-        agent.says(AgentEventKind.REGISTERED, rank, incarnation=UNCOUNTED)
+        agent.says(AgentEventKind.REGISTERED, rank)
     agent.says(AgentEventKind.AGENT_STARTED, after=60.0)
     for _ in range(8):
         agent.says(AgentEventKind.OTHER, after=10.0)
-    agent.says(AgentEventKind.EXITED, 2, signal="11", incarnation=UNCOUNTED)
+    agent.says(AgentEventKind.EXITED, 2, signal="11")
     agent.log.close()
     (d,) = diagnose([tmp_path / "events.jsonl"], [detector("sequential")]).diagnoses
     assert d.fault_class == "crash" and [s.replica for s in d.suspects] == ["trainer/2"]

@@ -44,6 +44,7 @@ class LaunchedProcess:
     launcher: str = ""
     run_id: str = ""
     rendezvous: str = ""  # the same in all ranks of the job, and in no other job on its nodes; empty: unknown
+    lighthouse: str = ""  # of torchft: the same in all replicas of the job, each of which has a rendezvous of its own
     world_size: int | None = None
     local_rank: int | None = None
 
@@ -53,6 +54,7 @@ class LaunchedProcess:
             "launcher": self.launcher,
             "job": self.run_id,
             "rendezvous": self.rendezvous,
+            "lighthouse": self.lighthouse,
             "world_size": self.world_size,
             "local_rank": self.local_rank,
         }
@@ -102,6 +104,7 @@ def launched_process(
         launcher=name,
         run_id=run_id if run_id is not None else "" if found_run in _UNNAMED else found_run,
         rendezvous=between.join(values) if all(values) else "",
+        lighthouse=environ.get("TORCHFT_LIGHTHOUSE", ""),
         world_size=_number(environ, size) if world_size is None else world_size,
         local_rank=_number(environ, local) if local_rank is None else local_rank,
     )

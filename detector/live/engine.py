@@ -21,7 +21,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
 from rolecall.detector.live.history import ObservationHistory, decode, encode
 from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, phase_text
-from rolecall.detector.live.processes import MonitoredProcesses
+from rolecall.detector.live.processes import VANISHED_SECONDS, MonitoredProcesses
 from rolecall.detector.live.stages.evidence.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.evidence.panels import PanelsStage
 from rolecall.detector.live.stages.evidence.pulled_evidence import PulledEvidenceStage
@@ -72,8 +72,6 @@ STAGES: Stages = (
 )
 """Stages in execution order: causes before symptoms."""
 WINDOW_VERSION = 2
-VANISHED_SECONDS = 30.0
-"""A process that its answering agent has not shown for this long is gone: it ended while that agent was down."""
 FRESH_SECONDS = 3.0
 """Maximum age of the newest sample of a recovered process: a restarting agent is silent for a second."""
 

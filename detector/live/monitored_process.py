@@ -5,9 +5,9 @@ It keeps clocks, not histories: seconds without progress on the wall clock, and 
 time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
 `SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
 
-Deadlines are learned per (role, phase): k x own P99, at most the ceiling or 3 x the median, at least the floor. A
-learned value is the effective time between two advances of progress. Only completed gaps are learned, and none from a
-process with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an
+Deadlines are learned per (role, phase) of one job: k x own P99, at most the ceiling or 3 x the median, at least the
+floor. A learned value is the effective time between two advances of progress. Only completed gaps are learned, and none
+from a process with a standing finding: faulty behaviour must not enter the baseline. Start and state copy, of which an
 incarnation has one, get a multiple of the longest one that the run has seen.
 """
 
@@ -15,7 +15,7 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -61,11 +61,24 @@ class Deadline:
     effective_share: float = EFFECTIVE_SHARE
 
 
+def is_of_past_job(group: str, groups: Collection[str]) -> bool:
+    """Whether a job beside another one had this group, and none has it now. `groups`: of all processes."""
+    return "/" in group and group not in groups
+
+
 @dataclass(slots=True)
 class ProgressGaps:
+    """By group (`MonitoredProcess.group`) and phase."""
+
     values: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     cached: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def keep(self, groups: Collection[str]) -> None:
+        """Drops what was learned of other groups, except roles."""
+        for key in [k for k in self.values if is_of_past_job(k[0], groups)]:
+            del self.values[key], self.counts[key]
+            self.cached.pop(key, None)
 
     def add(self, role: str, phase: str, seconds: float) -> None:
         key = (role, phase)
@@ -351,10 +364,13 @@ class MonitoredProcess:
     slow_loading: SlowMeter = field(default_factory=SlowMeter)
     not_finite: NotFinite = field(default_factory=NotFinite)
     sample_seconds: float = 0.0  # usual time between two samples
+    job: str = ""  # of a process that rolecall did not start; empty: not known
+    group: str = ""  # its role; or a replica, where another job of the run has that role
     key: Key = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = (self.replica, self.rank, self.incarnation)
+        self.group = self.group or self.role
 
     def copied(self) -> "MonitoredProcess":
         """An independent copy of the current state."""
@@ -460,7 +476,7 @@ def advance(
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
     if sample.beats != previous.beats:
         if gaps is not None and subject.beats_seen:
-            gaps.add(subject.role, BEATS, subject.beat.effective + counted / 2)
+            gaps.add(subject.group, BEATS, subject.beat.effective + counted / 2)
         subject.beats_seen = True
         subject.beat.reset()
     else:
@@ -473,8 +489,8 @@ def advance(
         finished, busy = sample.work_units - previous.work_units, sample.busy_seconds - previous.busy_seconds
         # Without seconds they were not measured.
         if gaps is not None and finished > 0 and busy > 0.0 and subject.experienced and not subject.tainted:
-            gaps.add(subject.role, UNITS, busy / finished)
-            gaps.add(subject.role, STEPS, (busy + sample.exchange_seconds - previous.exchange_seconds) / units)
+            gaps.add(subject.group, UNITS, busy / finished)
+            gaps.add(subject.group, STEPS, (busy + sample.exchange_seconds - previous.exchange_seconds) / units)
         subject.worked += units
         subject.worked_wall = now
     if _POSITION(previous) != _POSITION(sample):
@@ -523,7 +539,7 @@ def _learn(
     # The first time of each phase in an incarnation includes warm-up, and the first of an epoch a rendezvous.
     warm = previous.phase in subject.phases_done and not (subject.epoch_fresh and previous.phase == Phase.REDUCE)
     if gaps is not None and (warm or previous.phase in SINGLE_PHASES):
-        gaps.add(subject.role, previous.phase, gap)
+        gaps.add(subject.group, previous.phase, gap)
     subject.phases_done.add(previous.phase)
 
 

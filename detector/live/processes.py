@@ -10,13 +10,14 @@ poll must not scan all of them (`ProcessIndex`, docs/decisions/0021).
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import CorruptTransfer, EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, is_instrumented, job_of
 from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
@@ -104,6 +105,11 @@ CLOSED_SECONDS = 120.0
 """Retention of a past incarnation after its successor registered or it was forgotten."""
 UNCOUNTED_GONE_SECONDS = 900.0
 """How long the exit of a process that rolecall did not start is reported unless it is replaced."""
+VANISHED_SECONDS = 30.0
+"""A process that its answering agent has not shown for this long is gone: it ended while that agent was down."""
+BREAK_SECONDS = 15.0
+"""An agent that did not respond for this long may have started again, and not have found its processes yet. Watches of
+many nodes ask each of them every 10 s."""
 DEAD_SAMPLE_SECONDS = 1.0
 """How long to wait for the exit event after a sample reports a process as dead: the event has the announced exit or the
 signal. After that the sample alone counts."""
@@ -146,6 +152,9 @@ class MonitoredProcesses:
     available_bytes: dict[str, int] = field(default_factory=dict)  # node -> memory that it could give to processes
     oom_wall: dict[str, float] = field(default_factory=dict)
     began_wall: float = 0.0  # time of the first observation
+    observed_wall: float = 0.0  # time of the newest observation
+    answered: dict[str, float] = field(default_factory=dict)  # node -> time of the newest response of its agent
+    answering: dict[str, float] = field(default_factory=dict)  # node -> since when it has responded, without a break
     changed_wall: float = 0.0  # last change of the set of processes
     gaps: ProgressGaps = field(default_factory=ProgressGaps)
     quiet: set[Key] = field(default_factory=set)  # learning is suspended for these
@@ -192,16 +201,25 @@ class MonitoredProcesses:
             self.before[subject.key] = subject.copied()
 
     def peers(self, subject: MonitoredProcess) -> list[MonitoredProcess]:
-        return [s for s in self.roster.of_role(subject.role).values() if s.key != subject.key]
+        """Of the same role and job."""
+        here = self.roster.of_role(subject.role).values()
+        return [s for s in here if s.group == subject.group and s.key != subject.key]
 
     def ingest(self, observation: Observation) -> None:
         now = observation.wall_at
         self.began_wall = self.began_wall or now
+        if now - self.observed_wall > BREAK_SECONDS:  # a new watch: every agent gets time to respond
+            self.answered = {s.node: now for s in self.roster}
+            self.answering = dict(self.answered)
+        self.observed_wall = now
         self.unreachable = observation.unreachable
         self.sampled = []
         for node in observation.left:
             self._leave(node, now)
         for batch in observation.batches:
+            if now - self.answered.get(batch.node, 0.0) > BREAK_SECONDS:
+                self.answering[batch.node] = now
+            self.answered[batch.node] = now
             # The smallest observed delay is the best estimate; it may rise slowly to follow clock drift.
             seen, known = now - batch.wall_at, self.offsets.get(batch.node)
             smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
@@ -216,6 +234,7 @@ class MonitoredProcesses:
                 self.available_bytes[host.node] = host.memory_available_bytes
         for event in observation.events:
             self._take_event(event, now)
+        self._close_vanished(observation, now)
         self._sweep(now)
 
     def forget(self, replica: str, below_incarnation: int, now: float) -> None:
@@ -247,8 +266,32 @@ class MonitoredProcesses:
     def _leave(self, node: str, now: float) -> None:
         for s in [s for s in self.roster if s.node == node]:
             self._close(s, now)
-        for known in (self.offsets, self.walls, self.raylets_gone, self.oom_kills, self.oom_wall, self.available_bytes):
+        of_nodes = self.offsets, self.walls, self.answered, self.answering, self.raylets_gone
+        for known in (*of_nodes, self.oom_kills, self.oom_wall, self.available_bytes):
             known.pop(node, None)
+
+    def _join(self, subject: MonitoredProcess, job: str) -> None:
+        """Of two jobs with the same role in one run, neither is late for the other's collectives, or slow against it.
+        The first has the role as its group, and leaves what was learned to its successor; the other one has the name of
+        a replica. Processes of the same replica are of one job, which has another rendezvous when it starts again; a
+        process whose job is not known is compared with the first."""
+        if subject.incarnation != UNCOUNTED or job in ("", subject.job):
+            return
+        subject.job = job
+        self.roster.changes += 1
+        replica, role = self.roster.of_replica(subject.replica), self.roster.of_role(subject.role)
+
+        def others(index: Mapping[Key, MonitoredProcess]) -> Iterator[MonitoredProcess]:
+            return (s for s in index.values() if s.job and s is not subject and not s.gone)
+
+        # The replica comes first: it is small where jobs are many.
+        mate = next((s for s in chain(others(replica), others(role)) if s.job == job), next(others(replica), None))
+        if mate is not None:
+            subject.group = mate.group
+            return
+        is_second = any(s.group == subject.role for s in others(role))
+        subject.group = subject.replica if is_second else subject.role
+        self.gaps.keep({s.group for s in self.subjects.values()})
 
     def _close_older(self, replica: str, below_incarnation: int, now: float) -> None:
         for s in list(self.roster.of_replica(replica).values()):
@@ -286,6 +329,11 @@ class MonitoredProcesses:
             if not subject.closed_wall:
                 self._dead[subject.key] = subject
             return
+        if subject.closed_wall and self.by_process.get(sample.process) == subject.key:
+            # It had vanished, or its node had left the list, and is back.
+            subject.closed_wall = 0.0
+            del self._closed[subject.key]
+            self.roster.add(subject)
         previous, subject.sample = subject.sample, sample
         subject.seen_wall = now
         self.sampled.append(subject)
@@ -363,6 +411,7 @@ class MonitoredProcesses:
         subject.seen_wall = now
         if event.kind == AgentEventKind.REGISTERED and event.process == subject.process:
             subject.first_wall = min(subject.first_wall, self.wall_of(event))
+            self._join(subject, job_of(event))
         if event.kind == AgentEventKind.FINISHED:
             subject.finished = True
         elif event.kind == AgentEventKind.RAY_WORKER_ENDED and event.process == subject.process:
@@ -393,6 +442,17 @@ class MonitoredProcesses:
         return subject
 
     # --- housekeeping
+
+    def _close_vanished(self, observation: Observation, now: float) -> None:
+        """Closes processes whose exit nobody saw: their agent, which samples, shows them no longer, or their node is
+        not listed any more. Only of jobs that rolecall did not start: a replica of the runtime is replaced by name."""
+        silent = {node for node, _, _ in observation.unreachable}
+        sampling = {batch.node for batch in observation.batches if batch.processes or batch.hosts}
+        for s in [s for s in self.roster if now - s.seen_wall > VANISHED_SECONDS]:
+            since = self.answering if s.node in sampling else self.answered
+            is_over = now - since.get(s.node, now) > VANISHED_SECONDS and s.node not in silent
+            if is_over and s.incarnation == UNCOUNTED and s.sample is not None and not s.gone:
+                self._close(s, now)
 
     def _sweep(self, now: float) -> None:
         for subject in list(self._dead.values()):

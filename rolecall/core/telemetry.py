@@ -6,6 +6,7 @@ cumulative since the process started; a consumer takes differences. Frozen, and 
 """
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -263,6 +264,16 @@ class AgentEvent:
 def job_names(registered: AgentEvent) -> tuple[str, ...]:
     """Of the job of a process that registers: run id, and rendezvous (`host:port` of torchrun, `job.step` of Slurm)."""
     return tuple(name for key in ("job", "rendezvous") if (name := registered.detail.get(key, "")))
+
+
+_LOOPBACK = re.compile(r"(?:^|/)(?:127\.|localhost\b)")
+"""An address that is another machine on each node."""
+
+
+def job_of(registered: AgentEvent) -> str:
+    """What tells the job of a process that registers from the others of the run; empty: not known."""
+    job = next((name for key in ("lighthouse", "rendezvous", "job") if (name := registered.detail.get(key, ""))), "")
+    return f"{registered.node} {job}" if _LOOPBACK.search(job) else job
 
 
 def launcher_pid(registered: AgentEvent) -> int:

@@ -52,7 +52,7 @@ class NodeFault:
     lines: list[str] = field(default_factory=list)
     ended: float = 0.0
     held_until: float = 0.0  # not reported before: the kernel log line may still withdraw it
-    explains: bool = False  # reported as the cause of a crash or hang: no separate finding
+    explained_at: float = 0.0  # onset of the newest crash or hang of which it was reported as the cause; 0: of none
 
 
 class NodeFaults:

@@ -96,24 +96,24 @@ class Stall:
 
 def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
     """Deadline of the subject's current phase."""
-    role, phase = subject.role, subject.phase
+    group, phase = subject.group, subject.phase
     if phase == Phase.IDLE:
         phase = Phase.GENERATE  # with open requests: the deadline of generation applies
     if phase in SINGLE_PHASES:
-        return single_deadline(fleet.gaps.longest(role, phase), subject.incarnation, config)
+        return single_deadline(fleet.gaps.longest(group, phase), subject.incarnation, config)
     if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
         known = None if phase in RARE_PHASES else subject.mean_step_seconds
         return learned_deadline(None, config, least_of_few_units(known))
-    p99, longest = fleet.gaps.p99(role, phase), None
+    p99, longest = fleet.gaps.p99(group, phase), None
     if p99 is None and phase not in RARE_PHASES:
-        p99, longest = fleet.gaps.p99_of_role(role), fleet.gaps.longest(role, phase)
+        p99, longest = fleet.gaps.p99_of_role(group), fleet.gaps.longest(group, phase)
         if p99 is None and phase in (Phase.STEP, *MEASURED_PHASES):
-            p99 = fleet.gaps.p99(role, STEPS if phase == Phase.STEP else UNITS)
+            p99 = fleet.gaps.p99(group, STEPS if phase == Phase.STEP else UNITS)
         if p99 is None and longest is None:
             longest = subject.mean_step_seconds
     least = least_of_few_units(longest)
     if p99 is not None and p99 * LONG_UNITS_FACTOR > config.hang_ceiling_seconds:
-        least = (*least, *least_of_long_units(fleet.gaps, role, phase))
+        least = (*least, *least_of_long_units(fleet.gaps, group, phase))
     deadline = learned_deadline(p99, config, least)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
     seconds = min(longer, config.hang_ceiling_seconds)
@@ -129,7 +129,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     """Deadline of the subject's next heartbeat."""
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
-        learned = learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
+        learned = learned_deadline(fleet.gaps.p99(subject.group, BEATS) or 0.0, config)
         # Between two steps jobs compile and fork, too, which holds the interpreter: for CPU time above all.
         is_between = subject.incarnation == UNCOUNTED and subject.phase == Phase.WAIT and not subject.stopped
         return replace(learned, effective_share=1.0) if is_between else learned
@@ -137,7 +137,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
         seconds = min(STANDBY_BEAT_SECONDS, config.first_unit_seconds)
         return Deadline(seconds=seconds, text=f"{seconds:g} s, of a standby", learned=False, effective_share=1.0)
     if subject.phase in PHASES_BEFORE_WORK:
-        return single_deadline(fleet.gaps.longest(subject.role, Phase.START), subject.incarnation, config)
+        return single_deadline(fleet.gaps.longest(subject.group, Phase.START), subject.incarnation, config)
     return learned_deadline(None, config)
 
 

@@ -51,6 +51,14 @@ LAUNCHED: dict[str, tuple[dict[str, str], dict[str, Any], tuple[object, ...]]] =
 }  # fmt: skip
 
 
+def test_the_replicas_of_torchft_say_what_makes_them_one_job() -> None:
+    environ = {**TORCHRUN, "TORCHFT_LIGHTHOUSE": "http://head:29510"}
+    assert launched_process(environ).detail() == {
+        **launched_process(TORCHRUN).detail(),
+        "lighthouse": "http://head:29510",
+    }
+
+
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_what_a_launcher_says(name: str) -> None:
     environ, arguments, expected = LAUNCHED[name]

@@ -204,6 +204,33 @@ def test_a_crash_in_the_wake_of_an_xid_is_reported_once_as_the_gpus_and_goes_els
     assert reported(detector, fleet, 1.0) == []  # its replacement runs elsewhere: nothing is reported twice
 
 
+def test_a_gpu_that_stays_lost_is_reported_again_when_the_job_starts_on_its_node_again() -> None:
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
+    reported(detector, fleet, 20.0)
+    node = fleet.processes["trainer/1"].node
+    hardware(fleet, node, AgentEventKind.GPU_LOST, gpu="3")
+    fleet.kill("trainer/1")
+    (first,) = reported(detector, fleet, 1.0)
+    assert first.fault_class is FaultClass.GPU and [s.replica for s in first.suspects] == ["trainer/1"]
+    detector.forget("trainer/1", 2)
+    assert reported(detector, fleet, 5.0) == []  # nothing has begun there: one crash is one diagnosis
+    fleet.start("trainer", 1, incarnation=2, node=node)
+    (standing,) = reported(detector, fleet, 90.0)
+    assert standing.fault_class is FaultClass.GPU and [(s.node, s.gpu) for s in standing.suspects] == [(node, 3)]
+    assert standing.onset > first.detected_at + 5.0, "what recovery has handled would be taken for handled"
+    died = fleet.now + WALL_OFFSET
+    fleet.kill("trainer/1")
+    (second,) = reported(detector, fleet, 1.0)
+    assert second.fault_class is FaultClass.GPU and [s.incarnation for s in second.suspects] == [2]
+    assert second.onset >= died - 1.0
+    hardware(fleet, node, AgentEventKind.GPU_RECOVERED, gpu="3")
+    detector.forget("trainer/1", 3)
+    fleet.start("trainer", 1, incarnation=3, node=node)
+    assert reported(detector, fleet, 90.0) == []
+    fleet.kill("trainer/1")
+    assert [d.fault_class for d in reported(detector, fleet, 1.0)] == [FaultClass.CRASH]
+
+
 def test_a_number_that_the_line_may_take_back_explains_no_crash_yet() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     reported(detector, fleet, 20.0)

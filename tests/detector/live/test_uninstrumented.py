@@ -9,7 +9,8 @@ from rolecall.core.diagnosis import Fate, Suspect
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import VANISHED_SECONDS, LiveDetector
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.processes import VANISHED_SECONDS
 from rolecall.detector.live.stages.exits.uninstrumented import (
     ENDED_SECONDS,
     GATHER_SECONDS,

@@ -1,10 +1,13 @@
 """What became of a process that a diagnosis names, and what a new watch is told of the past."""
 
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Fate
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import LOG_FILE
-from rolecall.detector.live.engine import VANISHED_SECONDS
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.processes import VANISHED_SECONDS
 from tests.detector.live.torchrun_job import WALL, Rank, TorchrunJob, job
 
 
@@ -118,3 +121,51 @@ def test_a_crash_names_the_step_of_the_exit_and_the_log() -> None:
     (found,) = it.run(3.0)
     assert f"process exited on signal 9 in step {step};" in found.because
     assert [e.text for e in found.evidence if e.kind == LOG_FILE] == ["/logs/1/stderr.log"]
+
+
+def _pids(it: TorchrunJob) -> list[int]:
+    return sorted(s.process.pid for s in it.detector.processes() if s.process is not None)
+
+
+def test_a_rank_that_ended_unseen_hides_no_fault_of_the_smaller_job() -> None:
+    it = job(3)
+    it.replaced_by(Rank(0, 200), Rank(1, 201))  # the agent was down, and has not seen how rank 2 ended
+    assert it.run(VANISHED_SECONDS - 1.0) == [] and _pids(it) == [102, 200, 201]
+    assert it.run(5.0) == [] and _pids(it) == [200, 201]
+    for r in it.ranks:
+        it.raises(r, "ValueError", "bad sample", "f1")
+        it.exits(r, code="1")
+    (found,) = it.run(3.0)
+    assert "all 2 ranks of role trainer raised it" in found.because
+
+
+def test_ranks_of_a_node_that_left_while_no_watch_ran_are_closed_and_those_of_a_silent_one_are_kept() -> None:
+    it = job(2)
+
+    def resumed(seconds: int, *silent: str) -> LiveDetector:
+        """A watch after a pause, to which no agent responds."""
+        detector = LiveDetector.resumed(DetectorConfig(), None, it.detector.state())
+        begun = WALL + it.now + 3600.0
+        unreachable = tuple((node, begun, "timeout") for node in silent)
+        for at in range(seconds + 1):
+            detector.observe(Observation(wall_at=begun + at, unreachable=unreachable))
+        return detector
+
+    assert len(resumed(int(VANISHED_SECONDS)).processes()) == 2
+    assert not resumed(int(VANISHED_SECONDS) + 1).processes()
+    assert len(resumed(int(VANISHED_SECONDS) + 1, "vm").processes()) == 2
+
+
+def test_ranks_of_an_agent_that_samples_nothing_are_kept_and_one_that_is_shown_again_is_back() -> None:
+    it = job(2)
+    ranks, it.ranks = it.ranks, []
+    it.run(2 * VANISHED_SECONDS)
+    assert _pids(it) == [100, 101]
+    it.ranks = ranks[:1]
+    it.run(1.0)
+    assert _pids(it) == [100]
+    it.ranks = ranks
+    assert it.run(20.0) == [] and _pids(it) == [100, 101]
+    ranks[1].is_stopped = True
+    (found,) = it.run(10.0)
+    assert found.fault_class is FaultClass.HANG and found.suspects == (it.suspect(1),)

@@ -10,7 +10,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import AgentEventKind
+from rolecall.core.telemetry import UNCOUNTED, AgentEventKind
 from rolecall.detector.base.read_budget import Budget, ReadLimits
 from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import agent_event_files as agent_events
@@ -25,7 +25,7 @@ class Agent:
     def __init__(self, path: Path, node: str = "node-1") -> None:
         path.parent.mkdir(exist_ok=True)
         self.clock = FakeClock()
-        self.node = NodeId(node)
+        self.node, self.incarnation = NodeId(node), 1
         self.log = EventLog(path, self.node, self.clock)
 
     def says(self, kind: AgentEventKind, rank: int | None = None, after: float = 1.0, **detail: str) -> None:
@@ -35,7 +35,9 @@ class Agent:
             return
         process = ProcessId(node=self.node, pid=100 + rank, start_ticks=7)
         replica = f"trainer/{rank}"
-        self.log.append(kind, process=process, role="trainer", replica=replica, incarnation=1, detail=detail)
+        self.log.append(
+            kind, process=process, role="trainer", replica=replica, incarnation=self.incarnation, detail=detail
+        )
 
 
 def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None:
@@ -51,6 +53,20 @@ def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None
     assert "XID 79 on GPU 2" in d.because and "reboot" in d.advice
     (looked,) = answer.inputs
     assert looked.kind == "agent events" and "6 events of 1 node" in looked.content
+
+
+def test_a_process_that_events_do_not_mention_for_a_while_has_not_vanished(tmp_path: Path) -> None:
+    agent = Agent(tmp_path / "events.jsonl")
+    agent.incarnation = UNCOUNTED
+    for rank in range(4):
+        agent.says(AgentEventKind.REGISTERED, rank)
+    agent.says(AgentEventKind.AGENT_STARTED, after=60.0)
+    for _ in range(8):
+        agent.says(AgentEventKind.OTHER, after=10.0)
+    agent.says(AgentEventKind.EXITED, 2, signal="11")
+    agent.log.close()
+    (d,) = diagnose([tmp_path / "events.jsonl"], [detector("sequential")]).diagnoses
+    assert d.fault_class == "crash" and [s.replica for s in d.suspects] == ["trainer/2"]
 
 
 def test_advice_is_stated_once(tmp_path: Path) -> None:

@@ -307,10 +307,10 @@ def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> floa
     """Two usual steps of a job that names no phases, each as long as both of its phases, or as the only one that it
     shows. Samples make short phases longer than they are: what a process measured of its own work tells them, too, of
     which a step is taken to be at most twice as long."""
-    usual = [fleet.gaps.median(subject.role, phase) for phase in (Phase.WAIT, Phase.STEP)]
+    usual = [fleet.gaps.median(subject.group, phase) for phase in (Phase.WAIT, Phase.STEP)]
     if subject.incarnation != UNCOUNTED or not any(usual):
         return EXCEPTION_GRACE_SECONDS
-    own = fleet.gaps.median(subject.role, UNITS)
+    own = fleet.gaps.median(subject.group, UNITS)
     steps = min(2 * sum(usual), 4 * own) if own else 2 * sum(usual)
     return min(EXCEPTION_GRACE_SECONDS, max(EXCEPTION_GRACE_SECONDS_MIN, steps))
 

@@ -5,7 +5,7 @@ throttling by the process's own CPU quota: stops by signal, quotas and delays in
 neighbour does not. Work per unit depends on the load (tokens per unit, else open requests), so log e is compared with
 the role's baseline at that load:
 
-    r_i = log e_i - baseline(role, load)          deviation from the role's baseline
+    r_i = log e_i - baseline(role, load)          deviation from the role's baseline, within its job
     x_i = min(r_i - median of peers' r,           slower than peers now         (cancels common slowdowns)
               r_i - own usual offset)             slower than its own history   (cancels lasting differences)
     S_i = max(0, S_i + clipped x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
@@ -25,7 +25,7 @@ loader that is twice as slow is found although it is a small part of a step (`LO
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from statistics import median
@@ -35,7 +35,14 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN
-from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
+from rolecall.detector.live.monitored_process import (
+    WORK_PHASES,
+    Key,
+    MonitoredProcess,
+    SlowMeter,
+    is_of_past_job,
+    starved_seconds,
+)
 from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
@@ -61,7 +68,7 @@ PART_SHARE_MIN = 0.1
 
 
 @dataclass(slots=True)
-class _RoleResiduals:
+class _GroupResiduals:
     residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time until it is too old
     ordered: list[float] = field(default_factory=list)  # the same residuals
     ends: list[tuple[float, Key]] = field(default_factory=list)  # heap of these times; may be superseded
@@ -86,34 +93,36 @@ class _RoleResiduals:
 
 
 class SlowPeers:
-    """Per role: the residuals that are not too old, and the processes that may be slow."""
+    """Per group: the residuals that are not too old, and the processes that may be slow."""
 
     def __init__(self, part: WorkPart = WORK) -> None:
         self._part = part
-        self._roles: dict[str, _RoleResiduals] = {}
+        self._groups: dict[str, _GroupResiduals] = {}
         self._made_of = -1
 
-    def refresh(self, roster: ProcessIndex, now: float) -> None:
-        """Call before each poll: drops expired residuals; rebuilds everything if the roster changed."""
-        if self._made_of != roster.changes:
+    def refresh(self, roster: ProcessIndex, now: float) -> bool:
+        """Call before each poll: drops expired residuals; rebuilds everything if the roster changed. Whether it did."""
+        is_changed = self._made_of != roster.changes
+        if is_changed:
             self._made_of = roster.changes
-            self._roles = {}
+            self._groups = {}
             meter = self._part.meter
             for s in roster:
                 if meter(s).residual_until and not s.gone:
                     self.note(s)
                 self.note_sum(s)
-        for role in self._roles.values():
-            role.expire(now)
+        for group in self._groups.values():
+            group.expire(now)
+        return is_changed
 
     def note(self, s: MonitoredProcess) -> None:
         """Records a new residual of `s`."""
         meter = self._part.meter(s)
-        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, meter.smooth, meter.residual_until)
+        self._groups.setdefault(s.group, _GroupResiduals()).put(s.key, meter.smooth, meter.residual_until)
 
     def note_sum(self, subject: MonitoredProcess) -> None:
         """Records a new CUSUM value of `subject`."""
-        rising = self._roles.setdefault(subject.role, _RoleResiduals()).rising
+        rising = self._groups.setdefault(subject.group, _GroupResiduals()).rising
         if self._part.meter(subject).cusum >= RISING_SUM:
             rising.add(subject.key)
         else:
@@ -121,24 +130,24 @@ class SlowPeers:
 
     def median_without(self, subject: MonitoredProcess) -> tuple[int, float]:
         """The number of peers of `subject` and the median of their residuals; (0, 0.0) without peers."""
-        role = self._roles.get(subject.role)
-        if role is None:
+        group = self._groups.get(subject.group)
+        if group is None:
             return 0, 0.0
-        mine = role.residuals.get(subject.key)
-        num = len(role.ordered) - (mine is not None)
+        mine = group.residuals.get(subject.key)
+        num = len(group.ordered) - (mine is not None)
         if not num:
             return 0, 0.0
-        without = bisect_left(role.ordered, mine[0]) if mine is not None else num
+        without = bisect_left(group.ordered, mine[0]) if mine is not None else num
 
         def nth(n: int) -> float:
-            return role.ordered[n + (n >= without)]
+            return group.ordered[n + (n >= without)]
 
         return num, nth(num // 2) if num % 2 else (nth(num // 2 - 1) + nth(num // 2)) / 2
 
     def rising_without(self, s: MonitoredProcess) -> bool:
         """Whether a peer of `s` may be slow."""
-        role = self._roles.get(s.role)
-        return role is not None and len(role.rising) > (s.key in role.rising)
+        group = self._groups.get(s.group)
+        return group is not None and len(group.rising) > (s.key in group.rising)
 
 
 BUSY_SECONDS_MIN = 0.05
@@ -191,7 +200,7 @@ SECONDS_PER_DAY = 86_400.0
 
 @dataclass(slots=True)
 class LoadBaseline:
-    """Baseline of a role at one load: mean of log seconds per unit."""
+    """Baseline of a group at one load: mean of log seconds per unit."""
 
     mean: float = 0.0
     count: int = 0
@@ -199,12 +208,17 @@ class LoadBaseline:
 
 @dataclass(slots=True)
 class SlowState:
-    """Learned state per role; owned by one detector."""
+    """Learned state per group (`MonitoredProcess.group`); owned by one detector."""
 
     baselines: dict[tuple[str, int], LoadBaseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
     peers: SlowPeers = field(init=False, default_factory=SlowPeers)
     part: WorkPart = field(init=False, default=WORK)
+
+    def keep(self, groups: Collection[str]) -> None:
+        """Drops what was learned of other groups, except roles."""
+        self.baselines = {k: b for k, b in self.baselines.items() if not is_of_past_job(k[0], groups)}
+        self.moments = {k: m for k, m in self.moments.items() if not is_of_past_job(k, groups)}
 
     def about(self, part: WorkPart) -> "SlowState":
         """The same state, for a test of this part."""
@@ -310,24 +324,24 @@ def load_bin(load: float) -> int:
     return round(LOADS_PER_OCTAVE * math.log2(max(load, 1e-3)))
 
 
-def expected(state: SlowState, role: str, load: float) -> float | None:
-    """Log seconds per unit of the role at this load, or None without enough observations within reach."""
+def expected(state: SlowState, group: str, load: float) -> float | None:
+    """Log seconds per unit of the group at this load, or None without enough observations within reach."""
     here = load_bin(load)
-    exact = state.baselines.get((role, here))
+    exact = state.baselines.get((group, here))
     if exact is not None and exact.count >= HISTORY_MIN:
         return exact.mean
     for distance in range(1, LOAD_REACH + 1):
-        near = [state.baselines.get((role, here + d)) for d in (-distance, distance)]
+        near = [state.baselines.get((group, here + d)) for d in (-distance, distance)]
         known = [b.mean for b in near if b is not None and b.count >= HISTORY_MIN]
         if known:
             return sum(known) / len(known)
     return None
 
 
-def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
+def learn(state: SlowState, group: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
     """Adds one observation to the baseline. The rate per process decreases with the number of peers, so that large and
     small roles adapt equally fast to a host that becomes slower."""
-    baseline = state.baselines.setdefault((role, load_bin(load)), LoadBaseline())
+    baseline = state.baselines.setdefault((group, load_bin(load)), LoadBaseline())
     baseline.count += 1
     difference = log_seconds - baseline.mean
     if baseline.count > HISTORY_MIN:
@@ -335,9 +349,9 @@ def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peer
     baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN / (1 + num_peers))
 
 
-def sigma(state: SlowState, role: str, sigma_min: float = SIGMA_MIN) -> float:
+def sigma(state: SlowState, group: str, sigma_min: float = SIGMA_MIN) -> float:
     """Standard deviation of a sum of n values of x over sqrt(n): includes their autocorrelation."""
-    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
+    mean, square, product, count = state.moments.get(group, (0.0, 0.0, 0.0, 0))
     variance = square - mean * mean
     if variance <= 0:
         return SIGMA_PRIOR
@@ -359,13 +373,14 @@ def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> flo
 
 def update(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> None:
     """Processes every observation that became due."""
-    state.peers.refresh(fleet.roster, now)
+    if state.peers.refresh(fleet.roster, now):
+        state.keep({s.group for s in fleet.roster})
     for subject in fleet.sampled:  # without a new sample nothing becomes due
         if subject.closed_wall:
             continue
         if state.part is not WORK and subject.sample is not None and not state.part.seconds(subject.sample):
             continue  # it does not report this part
-        gap_p99 = fleet.gaps.p99(subject.role, subject.phase)
+        gap_p99 = fleet.gaps.p99(subject.group, subject.phase)
         work = measure(subject, config.slow_stride_seconds, gap_p99, state.part)
         if work is not None:
             _observe(state, fleet, subject, work, config, now)
@@ -379,11 +394,11 @@ def _observe(
     config: DetectorConfig,
     now: float,
 ) -> None:
-    role, meter = subject.role, state.part.meter(subject)
+    group, meter = subject.group, state.part.meter(subject)
     log_seconds = math.log(work.seconds_per_unit)
-    habit = expected(state, role, work.load)
+    habit = expected(state, group, work.load)
     if habit is None:
-        learn(state, role, work.load, log_seconds)
+        learn(state, group, work.load, log_seconds)
         return
     meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
     meter.seconds_per_unit = work.seconds_per_unit
@@ -405,7 +420,7 @@ def _observe(
     terms = sensitivity(config, meter.peers)
     # A day has fewer strides of long units, so that a lower threshold gives the same false alarms.
     strides = SECONDS_PER_DAY / max(work.stride_seconds, config.slow_stride_seconds)
-    sigma_ = sigma(state, role, terms.sigma_min)
+    sigma_ = sigma(state, group, terms.sigma_min)
     drift = terms.drift
     meter.limit = limit = threshold(sigma_, drift, strides / config.slow_false_alarms_per_day)
     x = max(-terms.clip, min(terms.clip, log_ratio))
@@ -429,25 +444,25 @@ def _observe(
     if meter.cusum <= 0 and not state.peers.rising_without(subject):
         if subject.key not in fleet.quiet:
             for item in meter.pending:
-                _learn_from(state, role, meter, *item)
+                _learn_from(state, group, meter, *item)
         meter.pending.clear()
 
 
 def _learn_from(
-    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float | None, x: float, x_before: float
+    state: SlowState, group: str, meter: SlowMeter, load: float, log_seconds: float | None, x: float, x_before: float
 ) -> None:
     """`log_seconds`: None: too little to learn from."""
-    habit = expected(state, role, load)
+    habit = expected(state, group, load)
     if log_seconds is not None:
-        learn(state, role, load, log_seconds, meter.peers)
+        learn(state, group, load, log_seconds, meter.peers)
     if log_seconds is not None and habit is not None:
         meter.offset_count += 1
         rate = max(1 / (meter.offset_count + OFFSET_PRIOR_WEIGHT), LEARN_RATE_MIN)
         meter.offset += (log_seconds - habit - meter.offset) * rate
         meter.offset = max(-OFFSET_MAX, min(OFFSET_MAX, meter.offset))
-    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
+    mean, square, product, count = state.moments.get(group, (0.0, 0.0, 0.0, 0))
     rate = max(1 / (count + 1), LEARN_RATE_MIN)
-    state.moments[role] = (
+    state.moments[group] = (
         mean + (x - mean) * rate,
         square + (x * x - square) * rate,
         product + (x * x_before - product) * rate,

@@ -224,14 +224,14 @@ class CollectiveStage(Stage):
             if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and sample is not None:
                 # Ranks that compute together with others of their replica reduce only with the same rank elsewhere.
                 shard = s.subject.rank if sample.exchanges else -1
-                groups.setdefault((s.subject.role, sample.epoch, shard), []).append(s)
+                groups.setdefault((s.subject.group, sample.epoch, shard), []).append(s)
         found = [_judge_collective(tick.fleet, *key, waiters, tick.stalls, tick.now) for key, waiters in groups.items()]
         return [f for f in found if f is not None]
 
 
 def _judge_collective(
     fleet: MonitoredProcesses,
-    role: str,
+    group: str,
     epoch: int,
     shard: int,
     waiters: list[Stall],
@@ -239,11 +239,11 @@ def _judge_collective(
     now: float,
 ) -> Finding | None:
     """`shard`: the rank in its replica that all members are; -1: any."""
-    role_members = fleet.roster.of_role(role).values()
-    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch and shard in (-1, s.rank)]
+    of_group = [s for s in fleet.roster.of_role(waiters[0].subject.role).values() if s.group == group]
+    members = [s for s in of_group if s.sample is not None and s.sample.epoch == epoch and shard in (-1, s.rank)]
     if any(m.gone for m in members):
         return None  # the crash stage names it; its peers wait until the runtime has handled the exit
-    if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
+    if any(s.group == group and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
         return None  # a member is being replaced: the others wait for a new epoch
     inside = [w.subject for w in waiters]
     unseen = {m.key: unreachable_reason(fleet, m.node, now) for m in members if m not in inside}

@@ -52,11 +52,11 @@ class WaitStage(Stage):
         between = [s for s in ranks if s.phase == Phase.WAIT and s.stall.cpu < WORKING_CPUS * s.stall.effective]
         if not between:
             return
-        role = ranks[0].role
+        group = ranks[0].group
         gaps, ceiling = tick.fleet.gaps, tick.config.hang_ceiling_seconds
         # Generations and evaluations lie here, too: a stack does not tell the longest of them from a hang.
-        long = [m for m in least_of_long_units(gaps, role, Phase.WAIT) if m.factor * m.seconds > ceiling]
-        deadline = learned_deadline(gaps.p99(role, Phase.WAIT) or 0.0, tick.config, long)
+        long = [m for m in least_of_long_units(gaps, group, Phase.WAIT) if m.factor * m.seconds > ceiling]
+        deadline = learned_deadline(gaps.p99(group, Phase.WAIT) or 0.0, tick.config, long)
         longest = max(s.stall.wall for s in ranks)
         if longest < deadline.seconds:
             return

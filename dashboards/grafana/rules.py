@@ -167,8 +167,8 @@ RECOVERY = RuleGroup(
             unless {OBSERVE_MODE} {UNLESS_ENDED}""",
             hold="1m",
             summary=f"No watch holds the run's recovery lease {REPORTED_BY}",
-            description="The lease has expired and no watch has acquired it for a minute. Faults are neither recorded nor "
-            "repaired, and rolecall pages nobody.",
+            description="The lease has expired and no watch has acquired it for a minute. Faults are neither recorded "
+            "nor repaired, and rolecall pages nobody.",
         ),
         "RolecallOncallPaged": critical(
             expr="increase(rolecall_oncall_pages_total[10m]) > 0",

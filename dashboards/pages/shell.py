@@ -52,7 +52,7 @@ ADVICE = {
     JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the "
     "file. This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
-    JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
+    JournalReadError.DAMAGED: "`rolecall audit RUN` verifies the journal and names the first line that does not hold.",
 }
 
 READERS_MAX = 4

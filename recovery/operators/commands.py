@@ -474,4 +474,5 @@ def watch_hint(journal: Journal, shell_name: str) -> str:
     """Appended to a confirmation when no recovery leader would act on the request."""
     lease = journal.lease(LEASE_NAME)
     watched = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    return "" if watched else f" (no watch holds the lease: start one with `rolecall watch run {shell_name}`)"
+    start = f"`rolecall status {shell_name}` prints the command that starts one"
+    return "" if watched else f" (no watch holds the lease; {start})"

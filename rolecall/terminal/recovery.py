@@ -252,10 +252,11 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         elif to_do:
             add((f"rolecall took no action; closed: {incident['closed_because']}", SOFT))
         if incident["plan"] and MODE not in incident["held_by"]:
-            blocked = incident["held_by"] and outcome is None
-            held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
             digest = incident["plan"]["digest"]
-            add(f"{Plan.from_dict(incident['plan']).words} (plan {digest}, attempt {incident['num_attempts']}{held})")
+            add(f"{Plan.from_dict(incident['plan']).words} (plan {digest}, attempt {incident['num_attempts']})")
+            if incident["held_by"] and outcome is None:
+                guards = in_words(", ".join(incident["held_by"]))
+                add(("blocked", WARN), f" ({guards}): {'; '.join(incident['held_because'])}")
             for hit in incident["plan"]["also_hit"]:
                 add(f"also: {hit}")
         if (hold := incident["hold"]) and not hold["lifted"] and outcome is None:

@@ -295,7 +295,7 @@ def _finding(finding: view.FindingSection, known: str = "") -> None:
     if finding.advice:
         st.text(f"Advice: {finding.advice}")
     if finding.settle:
-        st.text(f"To confirm: {finding.settle}")
+        st.text(f"To settle it: {finding.settle}")
 
 
 def _draw_collected_evidence(collected: view.CollectedEvidenceSection) -> None:

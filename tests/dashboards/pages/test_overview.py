@@ -138,7 +138,7 @@ def test_a_dead_watch_is_reported(tmp_path: Path) -> None:
         conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 3700")
     page = text(drawn(made.settings()))
     assert "No watch is running." in page and "No watch holds the lease, so nothing is done." in page
-    assert "not watched for" in page
+    assert "not watched for" in page and "it prints the command that starts a watch" in page
 
 
 def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:

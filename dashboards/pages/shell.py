@@ -132,7 +132,7 @@ def _no_such_run() -> bool:
         st.html(banner("bad", f"Run {named} cannot be shown.", "This dashboard shows one journal and no other run."))
         return True
     root = served.path.parent
-    st.html(banner("bad", f"No run {named} in {root}.", "Nothing of another run is shown under this address."))
+    st.html(banner("bad", f"No run {named} in {root}.", "This address shows no other run in its place."))
     st.subheader("Runs, newest first")
     st.html(run_links({RUN: name} for name in run_ids(str(root))))
     return True

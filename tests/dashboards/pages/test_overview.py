@@ -459,7 +459,10 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     assert "trainer/0 rank 1 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
     assert "rolecall would replace trainer/0 on vm" in page and "only observed" in page
     assert "<dt>suspect</dt><dd>trainer/0 rank 1 on vm</dd>" in page
-    assert "<dt>paging</dt><dd>logged; no notification channel configured</dd>" in page, "said once, without a repeat"
+    assert (
+        "<dt>paging</dt><dd>nobody was paged, because no notification channel is configured (recovery.notify)</dd>"
+        in page
+    ), "said once, without a repeat"
     assert "needed from you" not in page and "#0" not in page
     assert "<dt>ranks</dt><dd>4</dd>" in page and "<dt>last progress</dt>" in page
     assert "4 ranks" in page and "rank 1 on vm, pid 4001: suspect" in page and "rank 2 on vm" not in page

@@ -145,7 +145,7 @@ def test_a_request_goes_through_the_guards(tmp_path: Path) -> None:
     run, watch = RunDir(tmp_path), world.watch()
     world.step(watch)
     said = commands.replace(run, "rollout/2", "it looks tired", "alice", world.clock)
-    assert said == "inc-1-rollout-2 opened: rollout/2 is replaced when the guards pass"
+    assert said == "inc-1-rollout-2 opened: rollout/2 will be replaced once all guards allow it"
     with pytest.raises(CommandRefused, match="inc-1-rollout-2 already handles rollout/2"):
         commands.replace(run, "rollout/2", "again", "alice", world.clock)
     world.until(world.all_closed, watch)

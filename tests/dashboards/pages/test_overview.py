@@ -25,7 +25,7 @@ from rolecall.dashboards.pages.operations.plans import plan_rows
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.page import role_html
 from rolecall.dashboards.pages.overview.view import RoleSummary, state_of
-from rolecall.dashboards.pages.style import STATES, band_legend, banner, css
+from rolecall.dashboards.pages.style import SERVER_LOST, STATES, band_legend, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.observed_ranks import FLAG, ObservedRank, from_json, to_json
 from rolecall.views.snapshot import ReplicaRow
@@ -524,3 +524,7 @@ def test_the_ranks_of_a_replica_are_inside_it_and_the_suspect_one_is_marked() ->
         RoleSummary(name="trainer", cells=tuple(cells), counts=(("suspect", 1), ("healthy", 1)), ranks=found)
     )
     assert page.count('aria-label="2 ranks"') == 2
+
+
+def test_the_text_of_a_lost_server_names_the_run_where_the_command_takes_one() -> None:
+    assert "rolecall incidents --run RUN" in SERVER_LOST and "rolecall incidents RUN" not in SERVER_LOST

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, PlanTarget, Suspect
 from rolecall.core.ids import split_replica
-from rolecall.core.membership import is_standby
+from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.text import counted, in_words
 from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.borrowing import remaining
-from rolecall.recovery.fleet_view import FleetView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Eviction, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
@@ -195,7 +195,7 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
         if other.state is not IncidentState.CLOSED and on_peer_evidence_alone(other.diagnosis):
             suspects |= {r for a in other.attempts for r in other.at_fault(a.plan)}
     for role in sorted({split_replica(r)[0] for r in ours_at_fault}):
-        peers = situation.fleet.of_role(role)
+        peers = _members(role, situation)
         ours = [r for r in peers if r.replica in suspects]
         if 2 * len(ours) > len(peers):
             because = f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone"
@@ -204,6 +204,17 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
             because = f"no {role} replica would remain, on peer comparison alone"
             return GuardResult("last_living", because, page_oncall=True)
     return None
+
+
+def _members(role: str, situation: Situation) -> tuple[ReplicaView, ...]:
+    """Replicas of a role. In a job of another scheduler a restart may leave names behind that nobody withdraws: there,
+    what has ended counts only while an open incident concerns it."""
+    found = situation.fleet.of_role(role)
+    if not situation.fleet.places.scheduled:
+        return found
+    still_open = [i for i in situation.incidents if i.state is not IncidentState.CLOSED]
+    concerned = {r for i in still_open for r in (*i.named, *i.handled, *i.under_repair)}
+    return tuple(r for r in found if r.state is not ReplicaState.STOPPED or r.replica in concerned)
 
 
 def num_evictions(found: Iterable[Eviction], fleet: FleetView) -> int:
@@ -233,7 +244,7 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
     elsewhere = {r for i in others for r in i.under_repair}
     if plan.action.is_restart:
         return _alone(plan, elsewhere)
-    return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
+    return _at_once(plan, situation, elsewhere, _awaiting_turn(incident, situation.incidents))
 
 
 def _too(replicas: set[str]) -> str:
@@ -263,11 +274,10 @@ def _alone(plan: Plan, elsewhere: set[str]) -> GuardResult | None:
     return GuardResult(AT_ONCE, f"{busy} under repair: {in_words(plan.action)} waits until that is over")
 
 
-def _at_once(
-    plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
-) -> GuardResult | None:
+def _at_once(plan: Plan, situation: Situation, elsewhere: set[str], waiting: set[str]) -> GuardResult | None:
     """A standby does no work: its repair blocks no other one and comes after those that are due. That of the controller
     waits for none: without it no replacement is seen to work."""
+    fleet, config = situation.fleet, situation.config
     targets, with_them = set(plan.ends), {str(t.replica) for t in plan.also_ends}
     if all(is_standby(t) for t in targets):
         first = sorted(r for r in elsewhere | waiting if not is_standby(r))
@@ -287,7 +297,7 @@ def _at_once(
         requested = {fleet.unit_of(t) for t in targets}
         return GuardResult(AT_ONCE, because, page_oncall=len(requested) > config.replicas_at_once_max)
     for role in sorted({split_replica(t)[0] for t in targets}):
-        size = len(fleet.of_role(role))
+        size = len(_members(role, situation))
         allowed = max(1, int(config.role_share_max * size))
         under = {t for t in together if split_replica(t)[0] == role}
         if len(under) > allowed:

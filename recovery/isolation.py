@@ -36,6 +36,8 @@ PAUSE_SECONDS_MAX = 30.0
 TRIES_MAX = 5
 """Four pauses, 7.5 s in all: longer than any restart of our processes, short enough for a page."""
 ERROR_CHARS_MAX = 500
+OUTAGES_APART_SECONDS = 60.0
+"""Without a failure, after which the next one is another outage: of one that comes and goes, on-call is told once."""
 
 NUM_UNWRITTEN_MAX = 256
 """Collected evidence waiting for the journal; the oldest is dropped first."""
@@ -116,6 +118,7 @@ class FaultTolerantDetector:
         self._source, self._detector, self._clock = source, detector, clock
         self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
         self.error = ""
+        self.outage = 0  # number of the newest one
         self.since = clock.monotonic()  # since when the absence of a diagnosis is meaningful
 
     def poll(self, poll_seconds: float) -> list[Diagnosis]:
@@ -127,7 +130,9 @@ class FaultTolerantDetector:
             # Deliberate: see the module docstring.
             logger.exception("source or detector failed")
             self.error = f"{type(e).__name__}: {e}"
-            self.since = self._clock.monotonic()
+            now = self._clock.monotonic()
+            self.outage += now - self.since >= OUTAGES_APART_SECONDS
+            self.since = now
             return []
         self.error = ""
         return diagnoses

@@ -107,8 +107,8 @@ UNAVAILABLE_TICKS_MAX = 300
 have the same journal and would have forgotten what the detectors have seen. A run waits 120 s for it."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 REDISCOVERY_SECONDS = 60.0
-"""In mode observe the absence of a diagnosis that an earlier watch made says nothing for this long: the detectors of a
-restarted watch need up to 33 s for a slow replica."""
+"""The absence of a diagnosis that an earlier watch made says nothing for this long, unless its plan was performed: the
+detectors of a restarted watch need up to 33 s for a slow replica."""
 
 
 def holder_name() -> str:
@@ -541,7 +541,7 @@ class Watch:
         config = self._config_of(incident)
         observing = config.mode == "observe"
         paused = self._journal.flag(PAUSED_FLAG)
-        if observing and open_seconds > watched_seconds:
+        if incident.state is not IncidentState.VERIFYING and open_seconds > watched_seconds:
             watched_seconds -= REDISCOVERY_SECONDS
         return Situation(
             now=now,
@@ -579,7 +579,7 @@ class Watch:
             self._page_once(f"broken:{name}", str(error))
         if self._detector.error and self._lease is not None:
             because = f"no diagnosis is possible: the source or a detector fails with {self._detector.error}"
-            self._page_once(f"no_data:{self._lease.fence}", because)
+            self._page_once(f"no_data:{self._lease.fence}:{self._detector.outage}", because)
         for failure in self._failures.exhausted():
             incident = self._projection.incidents.get(failure.name)
             self._page_once(f"{failure.name}:page:{UNHANDLED}", failure.because(), UNHANDLED, incident)

@@ -369,9 +369,12 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
         incarnation = current.get(suspect.replica)
         view = situation.fleet.find(suspect.replica) if suspect.replica else None
         if view is not None and incarnation is not None and view.incarnation > incarnation:
-            if view.state is not ReplicaState.SERVING:
+            standby = is_standby(suspect.replica)  # ready is all that it gets, until a promotion uses it up
+            used_up = standby and view.state is ReplicaState.STOPPED and view.started
+            if not used_up and view.state not in (LIVING if standby else (ReplicaState.SERVING,)):
                 return None
-            reasons.append(f"{suspect.replica}#{view.incarnation} replaced it and is serving")
+            is_now = "was ready" if used_up else f"is {view.state}"
+            reasons.append(f"{suspect.replica}#{view.incarnation} replaced it and {is_now}")
             continue
         if situation.fates is not None:
             fate, seen = situation.fates.get(suspect, (Fate.UNKNOWN, ""))

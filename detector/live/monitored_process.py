@@ -294,7 +294,7 @@ class SlowMeter:
     residual: float = 0.0  # newest log ratio to the role's baseline
     residual_until: float = 0.0  # wall time at which `residual` is too old for its peers; 0: none yet
     smooth: float = 0.0  # mean of the last few residuals
-    pending: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
+    pending: deque[tuple[float, float | None, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
     """(load, log seconds, x, previous x) of an excursion; learned if it ends without an alarm."""
     last_x: float = 0.0
     cusum: float = 0.0

@@ -149,6 +149,10 @@ class HttpNotifier:
         except HttpFailed as e:
             logger.warning("notification over %s failed: %s", self.channel, "timeout" if e.late else "no HTTP answer")
             return False
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: without this thread no page would be sent any more. The text may hold a secret.
+            logger.warning("notification over %s failed: %s", self.channel, type(e).__name__)
+            return False
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300

@@ -66,7 +66,8 @@ def request(
     `ca_path`: certificates of the authorities to trust, instead of the system's.
 
     Raises:
-        HttpFailed: no response in time, not HTTP, more than `bytes_max` bytes, or a header that cannot be sent.
+        HttpFailed: no response in time, not HTTP, more than `bytes_max` bytes, a header that cannot be sent, or no
+            resource left on this machine.
     """
     import httpx
 
@@ -77,14 +78,17 @@ def request(
             raise HttpFailed(because, unsent=True)
     sent: list[str] = []
     # Not `asyncio.run`: it would finally wait for a name lookup that hangs in another thread.
-    loop = asyncio.new_event_loop()
+    try:
+        loop = asyncio.new_event_loop()
+    except OSError as e:  # no file descriptor is left
+        raise HttpFailed(os_reason(e), unsent=True) from None
     try:
         exchange = _exchange(method, url, asked, content, deadline_seconds, bytes_max, ca_path, sent)
         return loop.run_until_complete(exchange)
     except (TimeoutError, httpx.TimeoutException):
         reason = f"no whole answer within {deadline_seconds:g} s{'' if sent else ', and nothing was sent'}"
         raise HttpFailed(reason, late=True, unsent=not sent) from None
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, RuntimeError) as e:  # the last: no thread is left
         causes = _causes(e)
         refused = any(isinstance(c, ConnectionRefusedError) for c in causes)
         reason = "connection refused" if refused else os_reason(causes[-1])

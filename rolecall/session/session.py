@@ -59,8 +59,11 @@ LINE_SECONDS = 3.0
 """Interval of progress lines without a terminal."""
 WATCH_STUCK_SECONDS = 30.0
 """A watch whose lease has been over for this long is stopped or stuck: it is killed and restarted."""
+WATCH_START_SECONDS = 120.0
+"""The same for one that has had no lease since its start, which takes longer on a busy machine."""
 LEASE_CHECK_SECONDS = 2.0
 LATE_CHECKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_CHECK_SECONDS)
+START_CHECKS_MAX = int(WATCH_START_SECONDS / LEASE_CHECK_SECONDS)
 """In checks, not by the clock: after an unavailable database or a suspended machine the watch is not at fault."""
 WATCH_RESTARTS_MAX = 20
 """Restarts of `watch`, as by a service manager; more indicate a defect."""
@@ -94,7 +97,8 @@ class Session:
     injected: int = 0  # faults that the schedule asked for
     _lease_checked_at: float = float("-inf")
     _lease: Lease | None = None  # as last read
-    _renewed_at: float = 0.0  # when it was first read so, monotonic seconds
+    _renewed_at: float = 0.0  # when it was first read so, or the newest watch was seen to start, monotonic seconds
+    _starts: int = 0  # of the watch, as last seen
     _late_checks: int = 0  # in a row
 
     def execute(self) -> dict[str, Any]:
@@ -265,21 +269,21 @@ class Session:
             screen.add_line(f"metrics: not all were written within {LOGGERS_SECONDS:g} s; `{command}` writes the rest")
 
     def _kill_stuck(self, watch: Child, journal: Journal) -> None:
-        """Kills a watch that does not renew its lease; `_keep_watch` restarts it."""
+        """Kills a watch that does not renew its lease, or does not take one that is over; `_keep_watch` restarts it."""
         now = self.clock.monotonic()
         if watch.process is None or now < self._lease_checked_at + LEASE_CHECK_SECONDS:
             return
         self._lease_checked_at = now
         lease = journal.lease(LEASE_NAME)
-        if lease != self._lease:
-            self._lease, self._renewed_at = lease, now
+        if lease != self._lease or watch.starts != self._starts:
+            self._lease, self._starts, self._renewed_at = lease, watch.starts, now
         own = lease is not None and holder_pid(lease.holder) == watch.process.pid
-        late_seconds = now - self._renewed_at - self.job.recovery.lease_seconds if own else 0.0
+        late_seconds = now - self._renewed_at - self.job.recovery.lease_seconds
         if late_seconds > 0:
             # A journal on a full disk can be read and not written: then the watch is not at fault, and this raises.
             journal.set_flag(TRIED_FLAG, str(self.clock.wall()))
         self._late_checks = self._late_checks + 1 if late_seconds > 0 else 0
-        if self._late_checks > LATE_CHECKS_MAX:
+        if self._late_checks > (LATE_CHECKS_MAX if own else START_CHECKS_MAX):
             logger.warning("watch has not renewed its lease for %.0f s: killing it", late_seconds)
             watch.process.kill()
             self._late_checks = 0

@@ -32,10 +32,10 @@ from rolecall.core.config.job import parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig
 from rolecall.core.errors import ConfigError, JournalError
 from rolecall.core.http import HttpFailed, request
-from rolecall.core.ids import ID_PATTERN, checked_id, split_replica
+from rolecall.core.ids import ID_PATTERN, ProcessId, checked_id, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample
 from rolecall.core.text import os_reason
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.interfaces import ObservationSource
@@ -57,8 +57,8 @@ FILE_BYTES_MAX = 4 << 20
 GROUPS = (".json", ".yaml", ".yml")
 SCHEME_LABEL = "__scheme__"
 HELD_SECONDS = 15.0
-"""A name stays assigned for this long after its process was last seen alive: an agent may be a few polls behind. A job
-takes longer to move to another node."""
+"""A name stays assigned for this long after its process was last seen alive, unless that process was seen to end: an
+agent may be a few polls behind."""
 NUM_PLACES_MAX = 65_536
 REPLICA_MAX = 999_999
 Named = TypeVar("Named", ProcessSample, AgentEvent)
@@ -307,7 +307,7 @@ def observing_run(
 
 @dataclass(slots=True)
 class _ReplicaHolder:
-    node: str
+    process: ProcessId
     at: float  # wall seconds of the watch
 
 
@@ -318,10 +318,10 @@ class UniqueReplicaSource:
     number in their node's name (`a-1` and `b-1` share it), or as the first trainer of a node that also has another
     job's first trainer. The detectors would treat both as one rank and compare a process with the history of another.
 
-    A (replica, rank) belongs to the first node on which it is seen alive, while it is seen there. If another node
-    claims it, its replica on that node is permanently renamed, with a number derived from both names; samples and
-    events use the new name. This is logged once with the remedy. Processes that use the reporter identify themselves
-    and are never renamed.
+    A (replica, rank) belongs to the first node on which it is seen alive, until its process there ends or is no longer
+    seen. If another node claims it before, its replica on that node is permanently renamed, with a number derived from
+    both names; samples and events use the new name. This is logged once with the remedy. Processes with an incarnation,
+    which rolecall started, are never renamed.
     """
 
     def __init__(self, source: ObservationSource) -> None:
@@ -331,8 +331,13 @@ class UniqueReplicaSource:
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
-        for batch in seen.batches:
-            for sample in batch.processes:
+        samples = [s for b in seen.batches for s in b.processes]
+        ended = {e.process for e in seen.events if e.kind == AgentEventKind.EXITED}
+        ended |= {s.process for s in samples if not s.alive}
+        if ended:
+            self._holders = {name: h for name, h in self._holders.items() if h.process not in ended}
+        for sample in samples:
+            if sample.process not in ended:  # else it is from before the end
                 self._claim(sample, seen.wall_at)
         if not self._renamed:
             return seen
@@ -341,22 +346,22 @@ class UniqueReplicaSource:
 
     def _claim(self, sample: ProcessSample, now: float) -> None:
         node, replica = sample.process.node, sample.replica
-        if sample.incarnation != UNCOUNTED or not sample.alive or (node, replica) in self._renamed:
+        if sample.incarnation != UNCOUNTED or (node, replica) in self._renamed:
             return
         name = replica, sample.rank
         held = self._holders.get(name)
         if held is None and len(self._holders) >= NUM_PLACES_MAX:
             self._holders = {p: h for p, h in self._holders.items() if now - h.at <= HELD_SECONDS}
         # A clock that was set back must not keep a name assigned for an hour.
-        if held is None or held.node == node or not 0.0 <= now - held.at <= HELD_SECONDS:
-            self._holders[name] = _ReplicaHolder(node, now)
+        if held is None or held.process.node == node or not 0.0 <= now - held.at <= HELD_SECONDS:
+            self._holders[name] = _ReplicaHolder(sample.process, now)
             return
         number = zlib.crc32(f"{node} {replica}".encode()) % REPLICA_MAX + 1
         self._renamed[node, replica] = other = f"{split_replica(replica)[0]}/{number}"
         logger.warning(
             "%s rank %d is alive on %s and on %s: the one on %s is renamed to %s. If jobs share nodes, set "
             "jobs.rules.by_job for their agents; otherwise give these nodes different jobs.rules.node_index",
-            *(replica, sample.rank, held.node, node, node, other),
+            *(replica, sample.rank, held.process.node, node, node, other),
         )
 
     def _with_new_names(self, named: Iterable[Named]) -> Iterable[Named]:

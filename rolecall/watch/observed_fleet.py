@@ -160,6 +160,10 @@ class ObservedFleet:
         self._written: dict[str, tuple[int, ReplicaState]] = {}
         self._kept = ""
         self._fence: int | None = None  # of the lease under which this one has led since it last read
+        self._swept_at = clock.monotonic()
+        self._sampled: set[ProcessId] = set()  # since then
+        self._answering: set[str] = set()  # nodes, the same
+        self._num_missed: dict[ProcessId, int] = {}  # sweeps in a row without a sample
         self._read()
 
     def members(self) -> list[tuple[int, Member]]:
@@ -193,8 +197,13 @@ class ObservedFleet:
         for event in seen.events:
             self._take_event(event, seen.wall_at)
         for batch in seen.batches:
+            if batch.processes or batch.hosts:  # else no round of its agent
+                self._answering.add(batch.node)
             for sample in batch.processes:
                 self._take_sample(sample)
+                self._sampled.add(sample.process)
+        if self._clock.monotonic() - self._swept_at >= SWEEP_SECONDS:
+            self._sweep()
         if lease is not None:
             self._write(lease)
         batches = tuple(replace(b, processes=tuple(map(self._counted, b.processes))) for b in seen.batches)
@@ -283,6 +292,19 @@ class ObservedFleet:
         counted = self._replicas.get(replica)
         if counted is not None and counted.incarnation == incarnation:
             counted.ended.add(process)
+
+    def _sweep(self) -> None:
+        """Ends processes whose exit was missed. It counts sweeps, not time: this watch may have stood still."""
+        running = {p for c in self._replicas.values() for p in c.ranks.values() if p not in c.ended} | {
+            *self._uncounted
+        }
+        self._num_missed = {
+            p: self._num_missed.get(p, 0) + (p.node in self._answering) for p in running - self._sampled
+        }
+        for process, num_missed in self._num_missed.items():
+            if num_missed * SWEEP_SECONDS >= SILENT_SECONDS:
+                self._end(process)
+        self._swept_at, self._sampled, self._answering = self._clock.monotonic(), set(), set()
 
     # --- the journal --------------------------------------------------------------------------------------------------
 

@@ -35,8 +35,8 @@ from rolecall.core.rundir import RunDir, bearer_token, write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.fusion import on_panels_alone
 from rolecall.detector.live.run_panels import RunPanels
+from rolecall.detector.live.stages.stage import stalls_others
 from rolecall.detector.panels.sequential.detector import Sequential
 from rolecall.detector.panels.sequential.profile import Profile
 from rolecall.detector.panels.sequential.profile import read as read_profile
@@ -69,6 +69,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 10.0
 """Interval of writing the detectors' state."""
+KEEP_STALLED_SECONDS = 600.0
+"""The same while a fault stalls others: the state from before it is better to start from, unless it gets old."""
 SUBJECTS_KEPT_PER_POLL = 32
 """Subjects serialized per poll: takes 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
@@ -115,8 +117,8 @@ class _PersistentDetector:
     """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
     what is usual among the machines of this job (by the digest of its configuration) beside the runs.
 
-    Their time goes on where this machine's wall clock is set: they see it as it was at the start. Diagnoses have the
-    time of the clock as it is."""
+    Their time goes on where this machine's wall clock is set: they see it as it was at the start, or no earlier than
+    the stored state. Diagnoses have the time of the clock as it is."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class _PersistentDetector:
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._time = SteadyTime(clock)
-        self._clock_set = 0.0  # how far, since the start
+        self._clock_set = 0.0  # how far the wall clock is ahead of the detectors' time
         self._parts: Iterator[str | None] | None = None
         self._pulled, self._probe = pulled, probe
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
@@ -148,6 +150,8 @@ class _PersistentDetector:
         self._detector = LiveDetector(job.detector, roles)
         try:
             state = json.loads(self._path.read_text())
+            # Negative: the clock was set back, or the former watch had another machine's.
+            self._clock_set = min(0.0, clock.wall() - state["now"])
             self._detector = LiveDetector.resumed(job.detector, roles, state)
         except FileNotFoundError:
             pass  # the first watch of this run
@@ -185,16 +189,16 @@ class _PersistentDetector:
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
         """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds.
-        A write in progress is abandoned when a diagnosis appears."""
-        if not all(map(on_panels_alone, standing)):
+        A write in progress is abandoned when a fault appears that stalls others."""
+        now = self._clock.monotonic()
+        interval_seconds = KEEP_STALLED_SECONDS if any(map(stalls_others, standing)) else KEEP_SECONDS
+        if now - self._kept_at < interval_seconds:
             self._parts = None
             return
-        now = self._clock.monotonic()
-        if self._parts is None and now - self._kept_at >= KEEP_SECONDS:
-            self._kept_at, self._parts = now, self._detector.state_in_parts(SUBJECTS_KEPT_PER_POLL)
-        text = next(self._parts, None) if self._parts is not None else None
+        self._parts = self._parts or self._detector.state_in_parts(SUBJECTS_KEPT_PER_POLL)
+        text = next(self._parts)
         if text is not None:
-            self._parts = None
+            self._kept_at, self._parts = now, None
             try:
                 write_atomically(self._path, text)
             except OSError as e:  # a full disk must not end detection, least of all that of the full disk

@@ -1,5 +1,6 @@
 """Outgoing requests: every server that misbehaves ends as HttpFailed within the deadline."""
 
+import errno
 import socket
 import threading
 import time
@@ -25,6 +26,25 @@ def get(server: PageServer, seconds: float = 5.0) -> HttpAnswer:
 def test_an_answer(server: PageServer) -> None:
     server.answer = http_page("up 1\n")
     assert get(server) == (200, b"up 1\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "error"),
+    [
+        ("asyncio.new_event_loop", OSError(errno.EMFILE, "Too many open files")),
+        ("threading.Thread.start", RuntimeError("can't start new thread")),  # of the thread that looks up the name
+    ],
+)
+def test_a_resource_that_this_machine_lacks_is_a_failed_request(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch, what: str, error: Exception
+) -> None:
+    def lacking(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(what, lacking)
+    with pytest.raises(HttpFailed, match=str(error.args[-1])) as e:
+        request("GET", server.url.replace("127.0.0.1", "localhost"), deadline_seconds=5.0, bytes_max=1000)
+    assert e.value.unsent
 
 
 def test_a_redirect_is_not_followed(server: PageServer) -> None:

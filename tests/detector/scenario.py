@@ -272,8 +272,9 @@ class Scenario:
         self.events = []
         self.observations.append(observation)
         standing = {d.key: d for d in self.detector.observe(observation)}
-        for key, d in standing.items():
-            self.reported.setdefault(key, (now, d, None))
         for key, (first, d, until) in self.reported.items():
-            if key not in standing and until is None:
+            if d.key not in standing and until is None:
                 self.reported[key] = (first, d, now)
+        for key, d in standing.items():
+            if all(until is not None for _, before, until in self.reported.values() if before.key == key):
+                self.reported[f"{key} at {now}" if key in self.reported else key] = (now, d, None)

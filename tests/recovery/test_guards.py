@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanT
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet_view import FleetView
+from rolecall.recovery.fleet_view import FleetView, RunPlaces
 from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
 from rolecall.recovery.incidents import (
     OPERATOR,
@@ -21,7 +21,7 @@ from rolecall.recovery.incidents import (
     IncidentState,
 )
 from rolecall.testing.recovery_world import FLEET, diagnosis
-from tests.recovery.test_policy import fleet
+from tests.recovery.test_policy import fleet, view
 
 A, F, S = ActionKind, FaultClass, IncidentState
 NOW = 100_000.0
@@ -277,6 +277,43 @@ def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> Non
 )
 def test_peer_evidence(d: Diagnosis, alone: bool) -> None:
     assert on_peer_evidence_alone(d) is alone
+
+
+def restarted(*, scheduled: bool = True, stopped: str = "") -> FleetView:
+    """Eight rollouts, and the names of the 24 that ran on other nodes before restarts of the job. `stopped`: of the
+    eight, one that has ended, too."""
+    live = [view(f"rollout/{n}", f"node-{n}") for n in range(8)]
+    old = [view(f"rollout/{n}", f"node-{n}", state=ReplicaState.STOPPED) for n in range(8, 32)]
+    now = (replace(r, state=ReplicaState.STOPPED) if r.replica == stopped else r for r in live)
+    return FleetView(replicas=(*now, *old), places=RunPlaces(scheduled=scheduled))
+
+
+FOUR = tuple(f"rollout/{n}" for n in range(4))
+FIVE = (*FOUR, "rollout/4")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (guarded(*FOUR, view=restarted(), role_share_max=0.5), PASS),
+        (guarded(*FIVE, view=restarted(), role_share_max=0.5), ("role_share", CALLS)),
+        (guarded(*FIVE, d=slow(*FIVE), view=restarted()), ("majority", CALLS)),
+        (guarded(*FIVE, view=restarted(scheduled=False), role_share_max=0.5), PASS),
+        # One that has ended and is under repair is a member as before.
+        (
+            guarded(
+                *FOUR[1:],
+                view=restarted(stopped=FOUR[0]),
+                others=(past(FOUR[0], 10, S.VERIFYING),),
+                role_share_max=0.5,
+            ),
+            PASS,
+        ),
+    ],
+)
+def test_replicas_that_ended_long_ago_make_no_role_larger(found: tuple[str, bool], expected: tuple[str, bool]) -> None:
+    """Nobody says in a job of another scheduler that a replica is no longer wanted."""
+    assert found == expected
 
 
 def with_it(

@@ -16,6 +16,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import IncidentOutcome
+from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
 from rolecall.recovery.loop import Watch
 from rolecall.testing.recovery_world import FLEET, FakeSource, diagnosis
 from tests.events import filled
@@ -456,6 +457,29 @@ def test_a_broken_detector_stops_no_recovery_and_pages_oncall(world: World) -> N
     assert world.only().outcome is IncidentOutcome.RESOLVED
     (shown,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
     assert "no diagnosis is possible" in shown.because and "Broken" in shown.because
+
+
+def test_each_outage_of_the_detectors_is_told_once(world: World) -> None:
+    watch, observe = world.watch(), world.detector.observe
+
+    def broken(observation: object) -> list[Diagnosis]:
+        raise RuntimeError(str(observation))
+
+    def outage(of: Watch) -> int:
+        world.detector.observe = broken  # type: ignore[method-assign]
+        world.run(5, of)
+        world.detector.observe = observe  # type: ignore[method-assign]
+        return len(world.notifier.messages)
+
+    assert outage(watch) == 1
+    world.run(OUTAGES_APART_SECONDS / 2, watch)
+    assert outage(watch) == 1, "the same one, which comes and goes"
+    world.run(OUTAGES_APART_SECONDS, watch)
+    assert outage(watch) == 2
+    world.clock.advance(world.config.lease_seconds + 1)
+    again = world.watch()
+    world.run(OUTAGES_APART_SECONDS, again)
+    assert outage(again) == 3
 
 
 def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: World) -> None:

@@ -216,6 +216,28 @@ def test_a_replacement_made_elsewhere_ends_the_incident() -> None:
     assert isinstance(move, Append) and "rollout/1#2 replaced it and is serving" in move.payload.because
 
 
+@pytest.mark.parametrize(
+    ("state", "started", "seen"),
+    [
+        (R.STARTING, False, ""),
+        (R.READY, True, "standby/0#2 replaced it and is ready"),
+        (R.STOPPED, True, "standby/0#2 replaced it and was ready"),  # a promotion has used it up
+        (R.STOPPED, False, ""),
+    ],
+)
+def test_a_replacement_of_a_standby_made_elsewhere_ends_the_incident(
+    state: ReplicaState, started: bool, seen: str
+) -> None:
+    """A standby never serves."""
+    row = _row(2, state).replicas[0]
+    row = replace(row, replica=ReplicaId("standby/0"), started=started)
+    i = _incident(S.PLANNED, _attempt(), d=diagnosis(F.GPU, ("standby/0", 1)))
+    move = _move(i, view=FleetView(replicas=(row,)))
+    assert isinstance(move, Append)
+    assert (move.payload.kind is K.INCIDENT_CLOSED) is bool(seen)
+    assert not seen or seen in move.payload.because
+
+
 def test_a_request_of_an_operator_is_not_over_because_the_replica_works() -> None:
     i = _incident(S.PLANNED, _attempt(), d=_person())
     assert _said(_move(i, absent_seconds=99.0, progress=WORKS))[0] is K.ACTION_STARTED

@@ -24,6 +24,7 @@ from rolecall.session.session import (
     LATE_CHECKS_MAX,
     LEASE_CHECK_SECONDS,
     TICK_SECONDS,
+    WATCH_START_SECONDS,
     WATCH_STUCK_SECONDS,
     Interrupted,
     Session,
@@ -159,7 +160,19 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
         for _ in range(int(WATCH_STUCK_SECONDS) + 10):
             clock.advance(1.0)
             session._keep_watch(watch, journal)
-        assert watch.died() is None, "the lease that ran out is not of the second one, which has not got so far"
+        second = watch.process
+        assert second is not None and second.poll() is None, "it may still be starting: it has had no lease yet"
+        for _ in range(int(WATCH_START_SECONDS)):
+            clock.advance(1.0)
+            session._keep_watch(watch, journal)
+        eventually(lambda: second.poll() is not None, "one that hangs before its first lease ends too")
+        session._keep_watch(watch, journal)
+        lapsed = journal.lease(LEASE_NAME)
+        for _ in range(2 * int(WATCH_START_SECONDS)):
+            clock.advance(1.0)
+            assert journal.acquire(LEASE_NAME, "other:host:1:1", 5.0, lapsed=lapsed) is not None
+            session._keep_watch(watch, journal)
+        assert watch.starts == 3 and watch.died() is None, "another watch leads: this one waits"
     finally:
         first.kill()
         first.wait(10)

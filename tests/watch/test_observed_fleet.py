@@ -308,6 +308,30 @@ def test_one_that_its_agent_no_longer_samples_has_ended(it: Fleet) -> None:
     assert sorted(m.pid for _, m in it.fleet.members()) == [10, 300], "the agent of n-2 does not answer"
 
 
+def test_a_process_whose_exit_was_missed_has_ended_once_its_agent_no_longer_samples_it(it: Fleet) -> None:
+    """It would be named for ever as one that an action near it ends too."""
+    ours, elsewhere = (A, 0, process(10)), ("trainer/1", 0, process(300, node="n-2"))
+    for _ in range(2):
+        it.see(ours, (B, 0, process(20)), ("trainer/0", 0, process(40)), elsewhere)
+    it.clock.advance(3600.0)  # the watch stood still
+    it.see(ours)
+    it.see()  # nothing new yet: of nobody
+    assert sorted(m.pid for _, m in it.fleet.members()) == [10, 20, 40, 300] and it.state(B)[2] is S.SERVING
+    for _ in range(int(SILENT_SECONDS / SWEEP_SECONDS) + 1):
+        it.clock.advance(SWEEP_SECONDS)
+        it.see(ours)
+    assert sorted(m.pid for _, m in it.fleet.members()) == [10, 300], "the agent of n-2 does not answer"
+    assert it.state(A)[1:3] == (1, S.SERVING) and it.state(B)[1:3] == (1, S.STOPPED)
+
+
+def test_an_agent_that_reads_nothing_ends_no_process(it: Fleet) -> None:
+    it.see((A, 0, process(10)), ("trainer/0", 0, process(40)))
+    for _ in range(2 * int(SILENT_SECONDS / SWEEP_SECONDS)):
+        it.clock.advance(SWEEP_SECONDS)
+        it.see()
+    assert sorted(m.pid for _, m in it.fleet.members()) == [10, 40] and it.state(A)[2] is S.SERVING
+
+
 def test_a_watch_that_stands_by_takes_over_the_numbers_and_writes_nothing(it: Fleet) -> None:
     """It saw the job later than the leader, or not all of it."""
     for _ in range(2):

@@ -98,6 +98,33 @@ def test_a_job_that_moved_keeps_its_name(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.records
 
 
+@pytest.mark.parametrize("seen_in", ["event", "sample"])
+def test_a_rank_that_moves_at_once_keeps_its_name_if_its_old_process_was_seen_to_end(
+    seen_in: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard, old, moved = Heard(), sample("a-1"), sample("b-1")
+    heard.hear(0.0, old)
+    if seen_in == "event":
+        seen = heard.hear(1.0, old, moved, events=(exited(old),))  # with a sample from before its end
+    else:
+        seen = heard.hear(1.0, old, moved, replace(old, alive=False))
+    assert {p.replica for b in seen.batches for p in b.processes} == {"rollout/32"}
+    assert heard.names(2.0, moved) == ["rollout/32"]
+    # The new process holds the name now.
+    heard.hear(3.0, events=(exited(old),))
+    assert heard.names(3.0, sample("c-1")) != ["rollout/32"] and "alive on b-1 and on c-1" in caplog.text
+
+
+def test_two_nodes_that_change_ranks_keep_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    heard = Heard()
+    old = [sample("a-1", "trainer/0", 0), sample("b-1", "trainer/0", 1)]
+    heard.hear(0.0, *old)
+    heard.hear(2.0, events=(exited(old[0]), exited(old[1])))
+    new = sample("a-1", "trainer/0", 1), sample("b-1", "trainer/0", 0)
+    assert heard.names(4.0, *new) == heard.names(5.0, *new) == ["trainer/0"] * 2
+    assert not caplog.records
+
+
 def test_a_clock_that_is_set_back_holds_no_place(caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
     heard.hear(5000.0, sample("a-1"))
@@ -105,7 +132,7 @@ def test_a_clock_that_is_set_back_holds_no_place(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-def test_processes_with_the_reporter_are_never_renamed(caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_of_a_counted_incarnation_are_never_renamed(caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
     both = sample("a-1", incarnation=1), sample("b-1", incarnation=2)
     assert heard.names(0.0, *both) == ["rollout/32"] * 2

@@ -1,6 +1,7 @@
 """What `rolecall watch` puts together: panels beside the engine, which never stop it."""
 
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rolecall.core.journal.payloads.recovery import LeaseAcquired
 from rolecall.core.rundir import RunDir
 from rolecall.detector.base.observation import Observation
 from rolecall.session.demo import demo_job
-from rolecall.testing.synthetic_run import FakeFleet
+from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 from rolecall.watch import run as watching
 from rolecall.watch.agents import observing_run
 from tests.full_disk import small_disk
@@ -68,6 +69,37 @@ def test_panel_findings_reach_the_engine_and_learning_continues(
     standing = [watcher.observe(o) for o in fleet.run(2.0)]
     assert [d.because for d in standing[-1]] == ["its metrics"]
     assert "its metrics" in (tmp_path / watching.LEARNED_FILE).read_text()
+
+
+def _kept_after(fault: Callable[[FakeFleet], object], path: Path, *seconds: float) -> list[bool]:
+    """Whether the learned state is there before the fault and each so many seconds after."""
+    clock, fleet = FakeClock(), FakeFleet(seed=1)
+    watcher = _watcher(path, clock)
+    for o in fleet.run(15.0):
+        watcher.observe(o)
+    fault(fleet)
+    for o in fleet.run(5.0):
+        standing = watcher.observe(o)
+    assert standing
+    kept = [(path / watching.LEARNED_FILE).exists()]
+    for later in seconds:
+        clock.advance(later)
+        for o in fleet.run(1.0):
+            watcher.observe(o)
+        kept.append((path / watching.LEARNED_FILE).exists())
+    return kept
+
+
+def test_what_was_learned_is_kept_while_a_fault_stands_that_stalls_no_others(tmp_path: Path) -> None:
+    def lose_an_agent(fleet: FakeFleet) -> None:
+        fleet.unreachable["node-rollout-1"] = fleet.now + WALL_OFFSET, "connection refused"
+
+    assert _kept_after(lose_an_agent, tmp_path, watching.KEEP_SECONDS) == [False, True]
+
+
+def test_what_was_learned_is_kept_after_a_while_if_the_fault_stalls_others(tmp_path: Path) -> None:
+    seconds = watching.KEEP_SECONDS, watching.KEEP_STALLED_SECONDS
+    assert _kept_after(lambda fleet: fleet.kill("rollout/2"), tmp_path, *seconds) == [False, False, True]
 
 
 def test_a_full_disk_leaves_the_engine_its_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

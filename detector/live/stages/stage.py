@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.membership import is_standby
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, UNCOUNTED, AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
@@ -270,6 +270,6 @@ class Stage(Protocol):
         ...
 
 
-def stalls_others(finding: Finding) -> bool:
+def stalls_others(finding: Finding | Diagnosis) -> bool:
     """Whether it explains why other processes wait: its class does, and it names a process or a role."""
     return finding.fault_class.spec.stalls_others and bool(finding.suspects or finding.about.partition(":")[0])

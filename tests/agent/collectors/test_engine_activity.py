@@ -8,7 +8,7 @@ from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.engine.activity import STALE_SECONDS, EngineActivity
 from rolecall.agent.collectors.engine.collector import EngineCollector, EngineEndpoint
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Fate
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, ProcessSample, SampleBatch
@@ -57,6 +57,27 @@ def test_an_engine_of_sglang_is_never_found_to_hang_by_its_metrics() -> None:
     assert activity([(10.0, reading(4, 100, page=SGLANG))]).fields("rollout/3", 0, 11.0) == {}
 
 
+def observe(detector: LiveDetector, now: float, fields: dict[str, int], pid: int = 7) -> list[Diagnosis]:
+    """What stands after a sample of the engine's process with these fields."""
+    sample = ProcessSample(
+        process=ProcessId(node=NODE, pid=pid, start_ticks=1),
+        role="rollout",
+        replica="rollout/3",
+        rank=0,
+        incarnation=0,
+        at=now,
+        wall_at=1e9 + now,
+        alive=True,
+        page_ok=False,
+        phase=NO_PAGE,
+        **fields,  # type: ignore[arg-type]
+    )
+    batch = SampleBatch(
+        node=NODE, agent_pid=1, cursor=0, lost=0, at=now, wall_at=1e9 + now, processes=(sample,), hosts=()
+    )
+    return detector.observe(Observation(wall_at=1e9 + now, batches=(batch,)))
+
+
 def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:
     """Of an engine that generates until `hangs_at`, whose page is read every five seconds."""
     detector, standing = LiveDetector(DetectorConfig(), {}), list[Diagnosis]()
@@ -68,23 +89,7 @@ def diagnoses(running: int, hangs_at: float, until: float) -> list[Diagnosis]:
         if n % 25 == 0:
             tokens = 500 * int(min(now, hangs_at) * 100 // 500)
             newest = (now, values[tokens]) if newest[1] is not values[tokens] else (now, reading(running, tokens))
-        sample = ProcessSample(
-            process=ProcessId(node=NODE, pid=7, start_ticks=1),
-            role="rollout",
-            replica="rollout/3",
-            rank=0,
-            incarnation=0,
-            at=now,
-            wall_at=1e9 + now,
-            alive=True,
-            page_ok=False,
-            phase=NO_PAGE,
-            **engine.fields("rollout/3", 0, now),
-        )
-        batch = SampleBatch(
-            node=NODE, agent_pid=1, cursor=0, lost=0, at=now, wall_at=1e9 + now, processes=(sample,), hosts=()
-        )
-        standing = detector.observe(Observation(wall_at=1e9 + now, batches=(batch,)))
+        standing = observe(detector, now, engine.fields("rollout/3", 0, now))
         if standing:
             break
     return standing
@@ -94,6 +99,48 @@ def test_an_engine_whose_server_answers_while_it_generates_nothing_is_hung() -> 
     (found,) = diagnoses(running=4, hangs_at=90.0, until=150.0)
     assert found.fault_class is FaultClass.HANG and found.suspects[0].replica == "rollout/3"
     assert "runs 4 requests and has generated no token" in found.because
+
+
+UNREAD: dict[str, int] = {}
+
+
+def busy(tokens: int) -> dict[str, int]:
+    return {"tokens": tokens, "requests_active": 4}
+
+
+def hung_engine() -> tuple[LiveDetector, Diagnosis]:
+    """Of an engine that generates until 10 s, and was found to hang at 60 s."""
+    detector = LiveDetector(DetectorConfig(), {})
+    for now in range(61):
+        standing = observe(detector, float(now), busy(100 * min(now, 10)))
+    (found,) = standing
+    return detector, found
+
+
+def test_an_engine_that_hangs_does_so_while_its_metrics_are_not_read_until_it_generates() -> None:
+    detector, found = hung_engine()
+    for now in range(61, 200):
+        assert observe(detector, float(now), UNREAD) == [found]
+    assert detector.fate(found.suspects[0])[0] is Fate.UNKNOWN
+    assert observe(detector, 200.0, busy(1000)) == [found]
+    assert observe(detector, 201.0, busy(1001)) == []
+
+
+def test_another_process_under_the_name_of_a_hung_engine_is_not_hung() -> None:
+    detector, _ = hung_engine()
+    assert observe(detector, 61.0, UNREAD, pid=8) == []
+
+
+def test_a_time_in_which_metrics_were_not_read_is_no_time_without_a_token() -> None:
+    detector = LiveDetector(DetectorConfig(), {})
+    for now in range(10):
+        observe(detector, float(now), busy(100 * now))
+    for now in range(10, 100):
+        assert observe(detector, float(now), UNREAD) == []
+    for now in range(100, 130):
+        assert observe(detector, float(now), busy(900)) == []
+    (found,) = observe(detector, 130.0, busy(900))
+    assert "no token for 30 s" in found.because
 
 
 def test_an_engine_without_requests_is_idle() -> None:

@@ -48,4 +48,4 @@ def test_a_window_replays_to_the_same_diagnoses(path: Path) -> None:
     for diagnoses in replayed:
         for d in diagnoses:
             first_told.setdefault(d.key, d)
-    assert first_told == {key: d for key, (_, d, _) in scenario.reported.items()}
+    assert first_told == {key: d for key, (_, d, _) in scenario.reported.items() if key == d.key}

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -266,4 +267,82 @@ def test_long_steps_of_different_lengths_are_not_slow(ranks: int) -> None:
     job.run(10)
     job.run(1, scale=4.5)
     job.run(30, spread=0.7)
+    assert not job.named
+
+
+class LittleWork:
+    """Two reward workers with 16 units of 0.05 ms a second each, sampled five times a second."""
+
+    def __init__(self) -> None:
+        self._detector = LiveDetector(DetectorConfig(), {"reward": 2})
+        self._busy, self._units, self._tick, self._rng = [0.0, 0.0], [0, 0], 0, random.Random(7)
+        self.named: list[str] = []
+
+    def run(self, seconds: int, extra: Callable[[int, int], float] = lambda worker, tick: 0.0) -> None:
+        """`extra`: seconds that a worker takes longer for the four groups of every fourth tick (0.8 s)."""
+        for _ in range(seconds * 5):
+            self._tick += 1
+            now = 0.2 * self._tick
+            for n in range(2):
+                if self._tick % 4 == n:
+                    self._units[n] += 13
+                    self._busy[n] += 13 * 5e-5 * math.exp(self._rng.gauss(0.0, 0.5)) + extra(n, self._tick)
+            samples = tuple(
+                ProcessSample(
+                    process=ProcessId(node=NodeId("node-1"), pid=100 + n, start_ticks=7),
+                    role="reward",
+                    replica=f"reward/{n}",
+                    rank=0,
+                    incarnation=1,
+                    at=now,
+                    wall_at=now,
+                    alive=True,
+                    page_ok=True,
+                    beats=self._tick,
+                    cpu_seconds=0.01 * now,
+                    phase=Phase.WAIT,
+                    progress=self._units[n],
+                    progress_at=0.2 * (self._tick - (self._tick - n) % 4),
+                    work_units=self._units[n],
+                    busy_seconds=self._busy[n],
+                    tokens=100 * self._units[n],
+                )
+                for n in range(2)
+            )
+            batch = SampleBatch(
+                node=NodeId("node-1"),
+                agent_pid=1,
+                cursor=0,
+                lost=0,
+                at=now,
+                wall_at=now,
+                processes=samples,
+                hosts=(),
+            )
+            for found in self._detector.observe(Observation(wall_at=now, batches=(batch,))):
+                self.named += [s.replica for s in found.suspects]
+
+
+@pytest.mark.parametrize("seconds_before", [5, 120])
+def test_a_process_with_little_work_is_slow_if_it_takes_much_longer_for_it(seconds_before: int) -> None:
+    """Each call finds the worker stopped for a while, as one that gets a quarter of its time. What little it usually
+    takes is not measured, and the first strides of the slow one do not become what is usual."""
+    job = LittleWork()
+    job.run(seconds_before)
+    job.run(60, lambda worker, tick: 0.075 if worker == 1 else 0.0)
+    assert set(job.named) == {"reward/1"}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda worker, tick: 0.3 if worker == 1 and tick % 100 == 1 else 0.0,  # a pause every 20 s
+        lambda worker, tick: 0.008 if worker == 1 else 0.0,  # hundreds of times slower, and no matter
+        lambda worker, tick: 0.075,  # both
+    ],
+)
+def test_a_process_with_little_work_is_not_slow_for_little(extra: Callable[[int, int], float]) -> None:
+    job = LittleWork()
+    job.run(30)
+    job.run(180, extra)
     assert not job.named

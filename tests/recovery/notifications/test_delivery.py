@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import NotifyFormat
+from rolecall.core.http import HttpAnswer
 from rolecall.recovery.interfaces import Message
+from rolecall.recovery.notifications import delivery
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.formats import Target, call_for
 from tests.recovery.notifications.service import Service, serving
@@ -62,6 +64,22 @@ def test_tries_are_bounded(service: Service) -> None:
     notifier.offer(message(2))
     eventually(lambda: notifier.settled_seq == 2, "given up, and on to the next")
     assert notifier.num_failed == 1 and len(service.got) == 4
+    notifier.close(PATIENCE_SECONDS)
+
+
+def test_a_failure_that_nobody_expects_is_a_failed_try(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails_once(*args: Any, **named: Any) -> HttpAnswer:
+        monkeypatch.undo()
+        raise MemoryError(f"of {args}")
+
+    monkeypatch.setattr(delivery, "request", fails_once)
+    notifier = HttpNotifier(target(f"{service.url}/hook?key=secret"), run_id="run-1", pause_seconds=0.01)
+    notifier.offer(message(1))
+    eventually(lambda: notifier.settled_seq == 1, "delivered")
+    assert len(service.got) == 1 and notifier.num_failed == 0
+    assert "MemoryError" in caplog.text and "secret" not in caplog.text
     notifier.close(PATIENCE_SECONDS)
 
 

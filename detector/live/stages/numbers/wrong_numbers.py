@@ -77,8 +77,10 @@ class WrongNumbersStage(Stage):
         for holder, reported in named.items():
             pullers = {seen.event.replica for _, seen in reported}
             is_sure = len(pullers) > 1 or _is_only(tick, reported[0][1].event.role)
+            if not is_sure:
+                reported = [("transfers of one puller", _to_report([seen for _, seen in reported]))]
             for unit, seen in reported:
-                alone[holder].setdefault(unit if is_sure else "transfers of one puller", seen)
+                alone[holder].setdefault(unit, seen)
         found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
@@ -99,6 +101,17 @@ class WrongNumbersStage(Stage):
             if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
                 found.append(_of_machine(subject, reports, now))
         return found
+
+
+def _to_report(reports: Sequence[ReceivedException]) -> ReceivedException:
+    """Which of one puller's reports, oldest first, stands for all: the newest, unless the one before it stands still or
+    came less long ago than the first before that one. A link that is always faulty is reported ever more rarely."""
+    first = shown = reports[0]
+    for seen in reports:
+        age = shown.received_wall - first.received_wall
+        if seen.received_wall - shown.received_wall > max(STANDS_SECONDS, age):
+            shown = seen
+    return shown
 
 
 def _is_only(tick: Tick, role: str) -> bool:

@@ -145,7 +145,11 @@ BUSY_SECONDS_MIN = 0.05
 """A stride ends once the expected time of its units reaches this: shorter strides are dominated by timer noise and
 single pauses. The measured time must not decide, as that would select strides that contain a pause."""
 STRIDE_SECONDS_MAX = 30.0
-"""A stride with less work by then is dropped: slowness of an idle process does not matter."""
+"""A stride with less work by then is dropped."""
+LITTLE_WORK_SHARE, LITTLE_WORK_SECONDS = 0.005, 2.5
+"""A stride with less expected work than this share of its time ends after this time. Its work, expected and done,
+counts as BUSY_SECONDS_MIN at least. So a process that takes longer than that in many strides is slow, however little it
+usually has to do. What a healthy one takes is too short to learn from, and says nothing about the host."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
 ALONE_STARVED_SHARE_MAX = 0.5
@@ -217,6 +221,7 @@ class WorkObservation:
     censored: bool
     starved_share: float  # of its busy time
     stride_seconds: float  # of wall time
+    seconds_per_unit_min: float = 0.0  # less cannot be told from nothing
 
 
 def measure(
@@ -243,11 +248,12 @@ def measure(
     if not meter.expected_seconds_per_unit:  # no baseline is known yet
         expected_busy = part.seconds(sample) - part.seconds(start)
     enough = expected_busy >= BUSY_SECONDS_MIN
-    if not enough and seconds < STRIDE_SECONDS_MAX:
+    is_little = part is WORK and expected_busy < LITTLE_WORK_SHARE * seconds
+    if not enough and seconds < (LITTLE_WORK_SECONDS if is_little else STRIDE_SECONDS_MAX):
         return None
     meter.start, meter.censored_at = sample, sample.at
     meter.waited_share = _waited_share(start, sample)
-    return _closed(start, sample, part) if enough else None
+    return _closed(start, sample, part, BUSY_SECONDS_MIN if is_little else 0.0) if enough or is_little else None
 
 
 SAMPLE_FRESH_SECONDS, SAMPLE_FRESH_SHARE = 0.25, 0.05
@@ -265,15 +271,18 @@ def _waited_share(start: ProcessSample, sample: ProcessSample) -> float:
     return waited / inside if inside > 0 else 0.0
 
 
-def _closed(start: ProcessSample, sample: ProcessSample, part: WorkPart) -> WorkObservation | None:
+def _closed(start: ProcessSample, sample: ProcessSample, part: WorkPart, least: float) -> WorkObservation | None:
+    """`least`: what its work counts as at least, in seconds."""
     busy, whole = part.seconds(sample) - part.seconds(start), sample.busy_seconds - start.busy_seconds
     starved = starved_seconds(start, sample) * (busy / whole if whole > 0 else 1.0)
-    if busy <= 0 or starved > STARVED_SHARE_MAX * busy:
+    if busy <= 0 or (busy > least and starved > STARVED_SHARE_MAX * busy):
         return None
+    if busy <= least:
+        starved = 0.0
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens
     load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
-    return WorkObservation((busy - starved) / units, load, False, starved / busy, sample.at - start.at)
+    return WorkObservation((busy - starved) / units, load, False, starved / busy, sample.at - start.at, least / units)
 
 
 def _censored(
@@ -378,10 +387,15 @@ def _observe(
         return
     meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
     meter.seconds_per_unit = work.seconds_per_unit
-    meter.residual = log_seconds - habit
-    meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_until else 1.0)
-    meter.residual_until = now + max(PEER_AGE_SECONDS, PEER_AGE_STRIDES * work.stride_seconds)
-    state.peers.note(subject)
+    is_little = math.exp(habit) < work.seconds_per_unit_min
+    if is_little:
+        meter.residual = max(0.0, log_seconds - math.log(work.seconds_per_unit_min))
+    else:
+        meter.residual = log_seconds - habit
+    if not is_little or meter.residual > 0:
+        meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_until else 1.0)
+        meter.residual_until = now + max(PEER_AGE_SECONDS, PEER_AGE_STRIDES * work.stride_seconds)
+        state.peers.note(subject)
     meter.peers, reference = state.peers.median_without(subject)
     if not meter.peers:
         if work.starved_share > ALONE_STARVED_SHARE_MAX:
@@ -408,7 +422,7 @@ def _observe(
         meter.alarmed_wall = now
     state.peers.note_sum(subject)
     if not work.censored:
-        meter.pending.append((work.load, log_seconds, x, meter.last_x))
+        meter.pending.append((work.load, None if is_little else log_seconds, x, meter.last_x))
     meter.last_x = x
     # An excursion that ended without an alarm was noise and is learned; one that became a finding never is. While one
     # process of a role rises its peers appear fast, so they are not learned from either.
@@ -420,11 +434,13 @@ def _observe(
 
 
 def _learn_from(
-    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
+    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float | None, x: float, x_before: float
 ) -> None:
+    """`log_seconds`: None: too little to learn from."""
     habit = expected(state, role, load)
-    learn(state, role, load, log_seconds, meter.peers)
-    if habit is not None:
+    if log_seconds is not None:
+        learn(state, role, load, log_seconds, meter.peers)
+    if log_seconds is not None and habit is not None:
         meter.offset_count += 1
         rate = max(1 / (meter.offset_count + OFFSET_PRIOR_WEIGHT), LEARN_RATE_MIN)
         meter.offset += (log_seconds - habit - meter.offset) * rate

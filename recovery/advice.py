@@ -29,7 +29,10 @@ def what_to_do(diagnosis: Diagnosis) -> str:
     if fault.spec.remedy is Remedy.MOVE and nodes:
         return f"restart the job without {nodes} and have it checked (rolecall node burn-in)"
     if fault is FaultClass.CANNOT_TELL and len(processes) > 1 and diagnosis.advice in ("", fault.spec.advice):
-        return "wait for the second page: it follows if the stacks and dumps that are read now name a rank"
+        return (
+            "wait for a second page, which follows if the stacks and dumps that are read now name a rank; if none "
+            "comes within minutes, restart the job"
+        )
     settle = f"; to settle it: {diagnosis.settle}" if diagnosis.settle else ""
     return f"{diagnosis.advice or fault.spec.advice}{settle}"
 
@@ -37,7 +40,7 @@ def what_to_do(diagnosis: Diagnosis) -> str:
 def _of_a_crash(diagnosis: Diagnosis, processes: list[Suspect]) -> str:
     """Names the file where the agent knows it."""
     files = list(dict.fromkeys(e.text for e in diagnosis.evidence if e.kind == LOG_FILE))[:NUM_NAMED_MAX]
-    where = ", ".join(files) or "what its launcher prints, or with torchrun --log-dir a file there"
+    where = ", ".join(files) or "its launcher's output, or a file in the --log-dir of torchrun"
     advice = f"read the log of {_named(processes)} ({where}), then restart the job"
     exits = [e.values for e in diagnosis.evidence if e.kind == EXIT]
     if any(values.get("oom") for values in exits):

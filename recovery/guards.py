@@ -102,8 +102,8 @@ def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
         seen = situation.fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
         if newest != target.incarnation and not (newest and _is_new_already(target, newest, plan, incident)):
-            now_desired = f"#{newest} is desired now" if newest else "it is no longer desired"
-            because = f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}"
+            current = f"the current incarnation is #{newest}" if newest else "the replica is no longer part of the run"
+            because = f"the plan targets {target.replica}#{target.incarnation}, but {current}"
             return GuardResult("incarnation", because)
     if plan.action is ActionKind.STOP_JOB:
         return PASSED

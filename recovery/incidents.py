@@ -315,7 +315,8 @@ class Incident:
 
 def paged_text(channel: str) -> str:
     """What a page did. Without a channel nobody is called, and no text may claim it."""
-    return "logged; no notification channel configured" if channel == NO_CHANNEL else f"on-call paged over {channel}"
+    nobody = "nobody was paged, because no notification channel is configured (recovery.notify)"
+    return nobody if channel == NO_CHANNEL else f"on-call paged over {channel}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

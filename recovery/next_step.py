@@ -152,7 +152,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
     if verdict.guard == LENDER and not situation.observing:
-        updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"decided anew: {verdict.because}")
+        updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"planned again, because {verdict.because}")
         return _about(incident, attempt, "decided_anew", updated)
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
@@ -240,7 +240,9 @@ def _orphan_gone(incident: Incident, attempt: Attempt, situation: Situation) -> 
     if situation.ended is not None:
         return _close(incident, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {situation.ended}")
     if waited > situation.config.verification_timeout_seconds:
-        return failed(incident, attempt, ActionFailure.NO_PROGRESS, f"it is still there {waited:.0f} s after its end")
+        return failed(
+            incident, attempt, ActionFailure.NO_PROGRESS, f"the process still runs {waited:.0f} s after it was ended"
+        )
     return None
 
 
@@ -427,7 +429,7 @@ def verify(
         # A standby does no work until it is promoted: being ready is all that can be verified.
         standby = is_standby(target.replica)
         if view is None:
-            missing.append(f"{name} is no longer desired")
+            missing.append(f"{name} is no longer part of the run")
             all_join = False
         elif view.incarnation >= wanted and view.state in DEAD and target.replica in own_faults:
             seen.append(f"{name} has worked; its end is another fault")

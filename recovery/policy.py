@@ -300,7 +300,8 @@ def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig, num_restarted: int =
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
         return False, f"{diagnosis.because}; the gain of a replacement was not measured"
     if horizon is None:
-        return False, f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
+        unset = "no action, because recovery.horizon_seconds is not set"
+        return False, f"{ratio:.2f} times slower; {unset} (an action would cost about {cost:.0f} s)"
     gain = horizon * (1 - 1 / ratio)
     costs = f"{cost:.0f} s"
     if num_restarted > 1:

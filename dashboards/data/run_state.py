@@ -84,6 +84,9 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
     return RunState(kind=kind, word=word, details=details, num_open=num)
 
 
+START_WATCH = "Run `rolecall status RUN`: it prints the command that starts a watch."
+
+
 def unwatched_words(snapshot: JournalSnapshot) -> str:
     """`not watched for 12 min`; empty for a run that is watched, has ended, or has not begun."""
     run, lease = snapshot.run, snapshot.lease

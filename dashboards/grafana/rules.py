@@ -167,36 +167,36 @@ RECOVERY = RuleGroup(
             unless {OBSERVE_MODE} {UNLESS_ENDED}""",
             hold="1m",
             summary=f"No watch holds the run's recovery lease {REPORTED_BY}",
-            description="The lease has expired and no watch has acquired it for a minute. Faults are detected, but no "
-            "recovery action is taken.",
+            description="The lease has expired and no watch has acquired it for a minute. Faults are neither recorded "
+            "nor repaired, and rolecall pages nobody.",
         ),
         "RolecallOncallPaged": critical(
             expr="increase(rolecall_oncall_pages_total[10m]) > 0",
             summary=f"rolecall needs an operator {REPORTED_BY}",
             description="Automatic recovery is exhausted or not allowed, the job was stopped, or a hold expired. "
-            "`rolecall incidents` shows the reason.",
+            "`rolecall incidents --run RUN` shows the reason.",
         ),
         "RolecallPlanAwaitsApproval": warning(
             expr="rolecall_plans_waiting > 0",
             hold="1m",
             summary=f"recovery plans awaiting approval: {{{{ $value }}}} {REPORTED_BY}",
-            description="The fault persists until an operator approves or rejects the plan. `rolecall incidents` shows "
-            "the plan and its digest.",
+            description="The fault persists until an operator approves or rejects the plan. "
+            "`rolecall incidents --run RUN` shows the plan and its digest.",
         ),
         "RolecallPlanExpiresSoon": critical(
             expr="rolecall_plans_waiting_deadline_timestamp_seconds - time() < 120 and on (job, instance) "
             "rolecall_plans_waiting > 0",
             summary=f"A recovery plan expires in {{{{ $value | humanizeDuration }}}} {REPORTED_BY}",
-            description="An expired plan is dropped and the fault persists. Run `rolecall approve DIGEST` or "
-            "`rolecall reject DIGEST --reason ...`.",
+            description="An expired plan is dropped and the fault persists. Run "
+            "`rolecall approve DIGEST --run RUN` or `rolecall reject DIGEST --run RUN --reason ...`.",
         ),
         "RolecallFaultObserved": critical(
             expr=f"rolecall_incident_open == 1 and {OBSERVE_MODE}",
             hold="1m",
             summary="{{ $labels.fault }} of {{ $labels.replica }} on {{ $labels.node }}; the watch is in observe mode",
             description="The fault has lasted a minute, and {{ $labels.instance }} takes no action in observe mode: an "
-            "operator must fix it, unless it is an orphaned engine process and orphans.mode acts. `rolecall incidents` "
-            "shows the diagnosis and the evidence.",
+            "operator must fix it, unless it is an orphaned engine process and orphans.mode acts. "
+            "`rolecall incidents --run RUN` shows the diagnosis and the evidence.",
         ),
         "RolecallIncidentOpenTooLong": critical(
             expr=f"time() - rolecall_incident_opened_timestamp_seconds > 900 unless {OBSERVE_MODE}",

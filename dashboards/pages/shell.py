@@ -52,7 +52,7 @@ ADVICE = {
     JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the "
     "file. This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
-    JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
+    JournalReadError.DAMAGED: "`rolecall audit RUN` verifies the journal and names the first line that does not hold.",
 }
 
 READERS_MAX = 4
@@ -132,7 +132,7 @@ def _no_such_run() -> bool:
         st.html(banner("bad", f"Run {named} cannot be shown.", "This dashboard shows one journal and no other run."))
         return True
     root = served.path.parent
-    st.html(banner("bad", f"No run {named} in {root}.", "Nothing of another run is shown under this address."))
+    st.html(banner("bad", f"No run {named} in {root}.", "This address shows no other run in its place."))
     st.subheader("Runs, newest first")
     st.html(run_links({RUN: name} for name in run_ids(str(root))))
     return True

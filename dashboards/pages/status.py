@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rolecall.core.text import in_words, plain, utc
+from rolecall.core.text import plain, utc
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, would_do
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.recovery.guards import MODE
@@ -99,7 +99,7 @@ def _doing(incident: Incident, mode: str, now: float) -> str:
         case "on hold" if row is not None and row.hold is not None:
             return f"on hold by {row.hold.by} until {row.hold.until_text}: {plan.intent}"
         case "blocked by a guard":
-            return f"blocked by {in_words(', '.join(sorted(attempt.held_by)))}: {plan.intent}"
+            return f"blocked ({'; '.join(attempt.held_because)}): {plan.intent}"
         case "approved":
             return f"approved by {attempt.decided_by or 'an operator'}, guards are checked again: {plan.intent}"
     return f"next: {plan.intent}"

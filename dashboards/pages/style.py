@@ -37,8 +37,9 @@ ICONS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
 
 SERVER_LOST = (
     "The server of this dashboard does not answer. The job and its recovery do not need it.\\A "
-    "1. See where rolecall dashboard was started why it ended, and start it again with the same options.\\A "
-    "2. Until then, the commands rolecall status RUN and rolecall incidents RUN show the same in a terminal.\\A "
+    "1. In the terminal where rolecall dashboard was started, read why it ended, then start it again with the same "
+    "options.\\A "
+    "2. Until then, the commands rolecall status RUN and rolecall incidents --run RUN show the same in a terminal.\\A "
     "This page reconnects by itself."
 )
 """Replaces the text of Streamlit's dialog, which is about Streamlit. The only dialog of the dashboard without a form."""

@@ -72,7 +72,11 @@ class RayRuntime:
         for target in (*plan.lent, *plan.targets):
             current = before.get(target.replica)
             if current is None or not (current.incarnation == target.incarnation or _is_done(current, target, plan)):
-                now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
+                now_desired = (
+                    f"the current incarnation is #{current.incarnation}"
+                    if current
+                    else "the replica is no longer part of the run"
+                )
                 because = f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
                 return ActionResult(done=False, because=because)
         # All of them are known before the first is written.

@@ -290,7 +290,7 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
             raise CommandRefused(f"{handling.incident_id} already handles {replica}: {handling.state}")
         name = request_replacement(journal, projection, view, by, reason)
         hint = watch_hint(journal, location.shell_name)
-    return f"{name} opened: {replica} is replaced when the guards pass{hint}"
+    return f"{name} opened: {replica} will be replaced once all guards allow it{hint}"
 
 
 def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
@@ -355,7 +355,7 @@ def drain_node(
     journal.append(NodeDrained(node=node, by=by, because=because, incidents=tuple(incident_ids)))
     parts = [f"{node} is drained: no replica is placed there until {_return_hint(node, shell_name)}"]
     if requested:
-        parts.append(f"moved when the guards pass: {', '.join(requested)}")
+        parts.append(f"to be moved once all guards allow it: {', '.join(requested)}")
     if handled:
         parts.append(f"already handled: {', '.join(handled)}")
     left = [str(view.replica) for view in affected[REPLICAS_PER_DRAIN_MAX:]]
@@ -474,4 +474,5 @@ def watch_hint(journal: Journal, shell_name: str) -> str:
     """Appended to a confirmation when no recovery leader would act on the request."""
     lease = journal.lease(LEASE_NAME)
     watched = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    return "" if watched else f" (no watch holds the lease: start one with `rolecall watch run {shell_name}`)"
+    start = f"`rolecall status {shell_name}` prints the command that starts one"
+    return "" if watched else f" (no watch holds the lease; {start})"

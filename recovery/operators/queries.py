@@ -178,6 +178,7 @@ def summary(incident: Incident, projection: IncidentProjection, now: float) -> d
         "to_do": attempt.plan.because.removeprefix(f"{WATCHED}: ") if attempt and watched else None,
         "num_attempts": len(incident.attempts),
         "held_by": sorted(attempt.held_by) if attempt else [],
+        "held_because": list(attempt.held_because) if attempt else [],
         "expires_at": attempt.expires_at if attempt else None,
         "decision": str(attempt.decision) if attempt and attempt.decision else None,
         "decided_by": attempt.decided_by if attempt else "",

@@ -130,7 +130,7 @@ def doctor(
     if job is not None:
         if config or pid or agents or credentials:
             raise ConfigError(
-                ["JOB: not with --config, --pid, --agents or --credentials: these are of the node's check"]
+                ["JOB: not with --config, --pid, --agents or --credentials: these belong to the check of the node"]
             )
         checks = _job_checks(job)
     else:
@@ -318,7 +318,11 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
 def end(
     pid: Annotated[int, typer.Argument(min=2, max=PID_MAX, help="PID on this node.", metavar="PID")],
     start_ticks: Annotated[
-        int, typer.Option("--start-ticks", help="Its start time: field 22 of /proc/PID/stat. Another one: gone.")
+        int,
+        typer.Option(
+            "--start-ticks",
+            help="Its start time (field 22 of /proc/PID/stat). A process that started at another time is not ended.",
+        ),
     ],
     grace: Annotated[float, typer.Option("--grace", min=0, max=600, help="Seconds after SIGTERM until SIGKILL.")] = 0.0,
     orphan: Annotated[bool, typer.Option("--orphan", help="Only an engine process whose server is gone.")] = False,

@@ -207,7 +207,7 @@ def review(
 ) -> int:
     """Review a diagnosis: was it right or wrong.
 
-    Possible after the incident has closed. The latest review counts."""
+    Possible while the incident is open and after it has closed. The newest review counts."""
     from rolecall.recovery.operators import commands
 
     if right == wrong:

@@ -94,11 +94,11 @@ def _progress(progress: Mapping[str, Any], num_steps: int | None) -> list[Text]:
 def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
     mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
     if value.get("orphans_mode") not in (None, value["mode"]):
-        mode += f"of orphans {value['orphans_mode']}, "
+        mode += f"orphans in mode {value['orphans_mode']}, "
     start = f"start one: {command}"
     match value["watch_state"]:
         case WatchState.LEADS:
-            return _text(mode, f"led by watch {value['watch']['holder']} (fence {value['watch']['fence']})")
+            return _text(mode, f"led by watch {value['watch']['holder']} (fencing number {value['watch']['fence']})")
         case _ if value["ended"] is not None:
             return _text(mode, "ended with the run")
         case WatchState.LOST:
@@ -133,7 +133,7 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Rendera
             _text(str(r["node"]), f" with {r['partner']}" if r.get("partner") else ""),
             _text((ago(r["since"], now) if r["since"] else "", SOFT))
             if r["incarnation"] == r["desired_incarnation"]
-            else _text((f"#{r['desired_incarnation']} is wanted", WARN)),
+            else _text((f"to be replaced by #{r['desired_incarnation']}", WARN)),
         )
         for r in replicas
     ]
@@ -252,10 +252,11 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         elif to_do:
             add((f"rolecall took no action; closed: {incident['closed_because']}", SOFT))
         if incident["plan"] and MODE not in incident["held_by"]:
-            blocked = incident["held_by"] and outcome is None
-            held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
             digest = incident["plan"]["digest"]
-            add(f"{Plan.from_dict(incident['plan']).words} (plan {digest}, attempt {incident['num_attempts']}{held})")
+            add(f"{Plan.from_dict(incident['plan']).words} (plan {digest}, attempt {incident['num_attempts']})")
+            if incident["held_by"] and outcome is None:
+                guards = in_words(", ".join(incident["held_by"]))
+                add(("blocked", WARN), f" ({guards}): {'; '.join(incident['held_because'])}")
             for hit in incident["plan"]["also_hit"]:
                 add(f"also: {hit}")
         if (hold := incident["hold"]) and not hold["lifted"] and outcome is None:
@@ -266,7 +267,8 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         if incident["page"] and outcome is None:
             # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
             rest = "" if would or to_do else incident["page_reason"].removeprefix(because).removeprefix("; ")
-            add((incident["page"].upper(), WARN), f": {rest}" if rest else "")
+            done, comma, why = incident["page"].partition(",")
+            add((done.upper(), WARN), f"{comma}{why}", f": {rest}" if rest else "")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]
             add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")

@@ -68,7 +68,7 @@ def job_table(job: WatchedJob) -> RenderableType:
     if len(rows) > ROWS_MAX:
         parts.append(_text((f"  and {counted(len(rows) - ROWS_MAX, 'more replica')}", SOFT)))
     for node, since in sorted(job.unreachable.items()):
-        parts.append(_text(("  no answer", BAD), f" of the agent on {node}, begun {ago(since, job.at)}"))
+        parts.append(_text(("  no answer", BAD), f" from the agent on {node}; the outage began {ago(since, job.at)}"))
     current = [i for i in job.incidents if i.state is not IncidentState.CLOSED]
     since = job.at - CLOSED_SECONDS
     closed = [i for i in job.incidents if i.closed_at is not None and i.closed_at >= since]

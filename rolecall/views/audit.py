@@ -60,6 +60,8 @@ class RunAudit:
     """Readmissions with a valid proof."""
     damage: JournalCorrupt | None = None
     """Why the journal's events were not used."""
+    watched: bool = False
+    """rolecall did not start the job: it has a journal, and no ledger."""
     notes: tuple[str, ...] = field(default=())
 
     def summary(self) -> dict[str, Any]:
@@ -84,18 +86,18 @@ class RunAudit:
         }
 
 
-def audit_run(run: RunDir) -> RunAudit:
-    """Audits a run's directory, finished or not.
+def audit_run(run: RunDir, *, watched: bool = False) -> RunAudit:
+    """Audits a run's directory, finished or not. `watched`: of a job that rolecall did not start.
 
     Raises:
         JournalError: there is no journal.
         JournalCorrupt: the file is not a readable database; which file, and why.
     """
     with closing(Journal(run.database_url, create=False)) as journal:
-        return audit_journal(journal, run.run_id, run)
+        return audit_journal(journal, run.run_id, run, watched=watched)
 
 
-def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit:
+def audit_journal(journal: Journal, run_id: str, run: RunDir | None, *, watched: bool = False) -> RunAudit:
     """Like `audit_run`, for an open journal. `run`: location of checkpoints and report, if available.
 
     Raises:
@@ -132,7 +134,9 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
     problems += found.problems
     if found.duplicates:
         problems.append(f"trained twice: {counted(found.duplicates, 'group')}")
-    if outcome not in COMPLETE_OUTCOMES:
+    if watched:
+        notes.append("rolecall only watches this job: it has no ledger, so no prompt groups were checked")
+    elif outcome not in COMPLETE_OUTCOMES:
         notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
     if not found.problems:  # a damaged ledger cannot be compared step by step
         problems += compare_steps(events, lines, complete=outcome in COMPLETE_OUTCOMES)
@@ -148,6 +152,7 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
         admissions=tuple(admissions),
         weights_proven=sum(a.readmitted and not a.problem for a in admissions),
         damage=damage,
+        watched=watched,
         notes=tuple(notes),
     )
 
@@ -324,10 +329,13 @@ def audit_text(found: RunAudit) -> str:
     lines = [
         f"run {found.run_id}: {'the audit holds' if found.ok else counted(len(found.problems), 'problem')}",
         f"  journal   {found.journal.position} events",
-        f"  ledger    {ledger.head.position} lines, {found.num_anchors} anchors",
-        f"  groups    {groups}",
-        f"  weights   {proven}",
     ]
+    if not found.watched:
+        lines += [
+            f"  ledger    {ledger.head.position} lines, {found.num_anchors} anchors",
+            f"  groups    {groups}",
+            f"  weights   {proven}",
+        ]
     lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(ledger.dropped_by_reason.items())]
     for bucket, n in sorted(ledger.dropped_by_length.items(), key=lambda b: int(b[0].partition("-")[0])):
         filtered = ledger.filtered_by_length.get(bucket, 0)

@@ -474,7 +474,7 @@ def _exit(at: _At) -> _Answer:
 
 KERNEL_ONLY = (
     f"only one that the kernel shows as stopped ({STOPPED_SECONDS:.0f} s) or waiting for a disk or driver "
-    f"({STUCK_SECONDS:.0f} s): without steps, silence accuses nobody"
+    f"({STUCK_SECONDS:.0f} s): without steps, a silent rank is not blamed"
 )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sqlite3
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads.recovery import IncidentClosed
+from rolecall.core.journal.payloads.recovery import IncidentClosed, NodeQuarantined
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.loop import LEASE_NAME
@@ -38,7 +39,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     "command",
     [
         ("report", "my-job"),
-        ("audit", "my-job"),
         ("pause", "my-job", "--reason", "x"),
         ("replace", "trainer/0", "--reason", "x", "--run", "my-job"),
         ("node", "drain", "node-7", "--reason", "x", "--run", "my-job"),
@@ -52,6 +52,24 @@ def test_what_only_a_run_of_rolecall_has_is_refused(
     assert main(command) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("rolecall: my-job is only watched: ")
+
+
+def test_an_audit_verifies_the_journal_and_says_that_there_is_no_ledger(
+    job: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with closing(Journal(job.database_url)) as journal:
+        journal.append(NodeQuarantined(node="node-7", by="alice", because="a loud fan"))
+    assert main(["audit", "my-job"]) == 0
+    said = capsys.readouterr().out
+    assert "run my-job: the audit holds\n  journal   1 events\n" in said and "it has no ledger" in said
+    assert "groups  " not in said and "weights" not in said
+    with closing(sqlite3.connect(job.path / "journal.db")) as database:
+        for (name,) in database.execute("select name from sqlite_master where type = 'trigger'").fetchall():
+            database.execute(f"drop trigger {name}")
+        database.execute("update events set hash = 'x'")
+        database.commit()
+    assert main(["audit", "my-job"]) == 1
+    assert "PROBLEM   journal: " in capsys.readouterr().out
 
 
 def test_an_operator_quarantines_and_returns_a_node(job: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
     watch = world.watch()
     world.step(watch)
     assert run_command(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
-    assert "moved when the guards pass: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
+    assert "to be moved once all guards allow it: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED, "an operator's request is no proposal, in mode approve too"
     assert run_command(world, "node", "list") == 0

@@ -54,9 +54,9 @@ def _exited(**values: float) -> Diagnosis:
         (_diagnosis(FaultClass.HANG, "no heartbeat"), "read the stack of trainer/0 rank 1 (pid 101) on vm"),
         (
             _diagnosis(FaultClass.CRASH),
-            "trainer/0 rank 1 (pid 101) on vm (what its launcher prints, or with torchrun --log-dir a file there), then",
+            "trainer/0 rank 1 (pid 101) on vm (its launcher's output, or a file in the --log-dir of torchrun), then",
         ),
-        (_diagnosis(FaultClass.CRASH, ranks=6), "and 2 more processes (what its launcher prints"),
+        (_diagnosis(FaultClass.CRASH, ranks=6), "and 2 more processes (its launcher's output"),
         (
             replace(_diagnosis(FaultClass.CRASH), evidence=(Evidence(kind=LOG_FILE, text="/logs/1/stderr.log"),)),
             "rank 1 (pid 101) on vm (/logs/1/stderr.log), then restart the job",
@@ -70,7 +70,7 @@ def _exited(**values: float) -> Diagnosis:
         (_diagnosis(FaultClass.SLOW), "see what else runs on vm"),
         (_diagnosis(FaultClass.GPU), "restart the job without vm and have it checked"),
         (_diagnosis(FaultClass.CANNOT_TELL, advice="wait", settle="stacks"), "wait; to settle it: stacks"),
-        (_diagnosis(FaultClass.CANNOT_TELL, ranks=2), "wait for the second page"),
+        (_diagnosis(FaultClass.CANNOT_TELL, ranks=2), "if none comes within minutes, restart the job"),
     ],
 )
 def test_the_engineer_is_told_what_to_do(diagnosis: Diagnosis, says: str) -> None:

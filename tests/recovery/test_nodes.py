@@ -149,7 +149,7 @@ def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
     assert said == (
         f"{node} is drained: no replica is placed there until "
         f'`rolecall node return {node} --run {run.shell_name} --reason "why"`; '
-        "moved when the guards pass: rollout/1 (inc-1-rollout-1)"
+        "to be moved once all guards allow it: rollout/1 (inc-1-rollout-1)"
     )
     again = commands.drain(run, node, "bob", "still", world.clock)
     assert "already handled: rollout/1 (inc-1-rollout-1, open)" in again

@@ -253,7 +253,9 @@ def test_status_shows_it_with_exit_code_1(
     text = capsys.readouterr().out
     assert "inc-1-rollout-1 open: rollout/1#1: hang" in text
     assert "only observed: in mode act rolecall would replace rollout/1#1 on node-rollout-1" in text
-    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED\n" in text and "PAGED" not in text, "the diagnosis is told once"
+    assert "NOBODY WAS PAGED, because no notification channel is configured (recovery.notify)\n" in text, (
+        "the diagnosis is told once"
+    )
     world.runtime.processes["rollout/1"].fault = None
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0

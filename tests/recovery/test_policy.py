@@ -89,7 +89,13 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         False,
         "60 s x (1 - 1/1.50) = 20 s of its work, less than the 30 s it costs",
     ),
-    "slow, no horizon": (ask(diagnosis(F.SLOW, ONE, gain_ratio=9.0)), A.TOLERATE, (), False, "no horizon is set"),
+    "slow, no horizon": (
+        ask(diagnosis(F.SLOW, ONE, gain_ratio=9.0)),
+        A.TOLERATE,
+        (),
+        False,
+        "horizon_seconds is not set",
+    ),
     "slow, not measured": (
         ask(diagnosis(F.SLOW, ONE), horizon_seconds=3600.0),
         A.TOLERATE,

@@ -57,7 +57,7 @@ def test_an_incarnation_that_is_over_is_left_alone(world: World) -> None:
     actuator, lease = RayRuntime(world.journal), take(world)
     world.journal.set_desired(replace(desired(world, "rollout/1"), incarnation=2))
     result = actuator.perform(plan(("rollout/0", 1, "node-3"), ("rollout/1", 1, "node-4")), lease)
-    assert not result.done and "rollout/1#1 is outdated: #2 is desired now" in result.because
+    assert not result.done and "rollout/1#1 is outdated: the current incarnation is #2" in result.because
     assert desired(world, "rollout/0").incarnation == 1, "all of a plan, or nothing"
 
 

@@ -95,7 +95,7 @@ def test_a_replica_that_left_the_run_is_not_resolved() -> None:
     plan = Plan(incident_id=IncidentId("i"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="")
     empty = FleetView(replicas=())
     waiting = verify(plan, fleet=empty, progress={}, done_at=0.0, now=1.0, verification_timeout_seconds=20.0)
-    assert not waiting.resolved and waiting.failure is None and "no longer desired" in waiting.because
+    assert not waiting.resolved and waiting.failure is None and "no longer part of the run" in waiting.because
     assert verify(plan, fleet=empty, progress={}, done_at=0.0, now=21.0, verification_timeout_seconds=20.0).failure
 
 

@@ -56,7 +56,7 @@ def ended(value: dict[str, Any]) -> dict[str, Any]:
             "NO WATCH IS RUNNING: the lease of host:1:1 expired 3 min ago, 11:57:00 UTC; start",
             "ended with the run",
         ),
-        ("leads", "led by watch host:1:1 (fence 1)", "led by watch host:1:1 (fence 1)"),
+        ("leads", "led by watch host:1:1 (fencing number 1)", "led by watch host:1:1 (fencing number 1)"),
     ],
 )
 def test_a_watch_that_ended_with_its_run_is_not_missed(tmp_path: Path, state: str, running: str, over: str) -> None:
@@ -76,7 +76,9 @@ def test_orphans_with_a_mode_of_their_own(tmp_path: Path) -> None:
     value = queries.status(RunDir(tmp_path), world.clock)
     assert (value["mode"], value["orphans_mode"]) == ("act", "act")
     assert "recovery: mode act, led by" in status_text(value, NOON)
-    assert "recovery: mode act, of orphans approve, led by" in status_text({**value, "orphans_mode": "approve"}, NOON)
+    assert "recovery: mode act, orphans in mode approve, led by" in status_text(
+        {**value, "orphans_mode": "approve"}, NOON
+    )
 
 
 def test_a_run_with_hybrids_shows_its_mode_and_who_shares_a_node(tmp_path: Path) -> None:

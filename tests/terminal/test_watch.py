@@ -47,7 +47,7 @@ def test_the_table_names_the_ranks_that_do_not_run() -> None:
     stopped = (*RANKS[:2], replace(RANKS[2], state="stopped"), RANKS[3])
     text = as_text(job_table(replace(JOB, ranks=stopped, unreachable={"vm": 820.0})))
     assert ["trainer/0", "2", "42", "torchrun", "vm", "stopped"] in [line.split() for line in text.splitlines()]
-    assert "no answer of the agent on vm, begun 3 min ago" in text
+    assert "no answer from the agent on vm; the outage began 3 min ago" in text
     assert "no open incident" in text
     large = tuple(replace(RANKS[0], rank=n, state="stopped" if n == 2 else "running") for n in range(16))
     assert "15 running, 1 stopped (rank 2)" in as_text(job_table(replace(JOB, ranks=large)))

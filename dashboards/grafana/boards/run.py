@@ -152,8 +152,8 @@ def _numbers() -> PanelRow:
         "Key figures",
         numbers(
             "Plans awaiting approval",
-            "Use `rolecall approve DIGEST` or the Operations page of `rolecall dashboard`. They expire at their "
-            "deadline.",
+            "Use `rolecall approve DIGEST --run RUN` or the Operations page of `rolecall dashboard`. They expire at "
+            "their deadline.",
             PanelFormat(mappings={0: MappedValue("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
             PanelQuery("max(rolecall_plans_waiting)"),
         ),

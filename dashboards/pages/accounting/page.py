@@ -86,7 +86,7 @@ def _draw(reader: Reader, _snapshot: JournalSnapshot) -> None:
     show_result()
     accounts = worker(reader.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if accounts.error:
-        st.warning("The accounts could not be computed.", icon=":material/report:")
+        st.warning("The numbers of this page could not be computed.", icon=":material/report:")
         st.text(plain(accounts.error))
     _audit(accounts, now)
 
@@ -173,8 +173,8 @@ def _effective(statistics: IncidentStatistics) -> None:
     times = statistics.times
     if times is None or not times.num_replicas:
         st.text(
-            "Not available: the journal has no epoch with a trainer and a rollout. Of a job that rolecall only "
-            "observes, it does not know which part of its time is useful."
+            "Not available: the journal has no epoch with a trainer and a rollout. For a job that rolecall only "
+            "watches, it cannot tell which part of the time was useful."
         )
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")

@@ -295,7 +295,7 @@ def _finding(finding: view.FindingSection, known: str = "") -> None:
     if finding.advice:
         st.text(f"Advice: {finding.advice}")
     if finding.settle:
-        st.text(f"To confirm: {finding.settle}")
+        st.text(f"To settle it: {finding.settle}")
 
 
 def _draw_collected_evidence(collected: view.CollectedEvidenceSection) -> None:
@@ -383,7 +383,7 @@ def _what_if(whole: IncidentPageModel) -> None:
     _texts("Distance to the threshold", [m.text for m in whole.margins])
     _thresholds(whole)
     if what_if is None:
-        st.text("No policy input is stored, so counterfactuals cannot be computed.")
+        st.text("The input of this decision was not stored, so it cannot be computed again with another one.")
         return
     st.caption("Computed by evaluating policy and guards again with one input changed")
     st.text(f"Actual decision: {what_if.actual.words}.")

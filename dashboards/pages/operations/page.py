@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 import streamlit as st
 
 from rolecall.core.errors import JournalError
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.text import in_words, plain, seconds, utc
 from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.data.run_state import unwatched_words
+from rolecall.dashboards.data.run_state import START_WATCH, unwatched_words
 from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
@@ -68,8 +68,7 @@ def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnaps
     ended = snapshot.run.ended
     if unwatched := unwatched_words(snapshot):
         because = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        advice = "Start `rolecall watch`; `rolecall status` shows details."
-        st.html(banner("bad", "No watch is running.", because, advice=advice))
+        st.html(banner("bad", "No watch is running.", because, advice=START_WATCH))
     if ended:
         st.info("The run has ended: there is nothing left to command.", icon=":material/flag:")
     else:
@@ -116,7 +115,8 @@ def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> Non
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))
         if attempt.held_by:
-            st.text(plain(f"blocked by guards: {', '.join(sorted(attempt.held_by))}"))
+            guards = in_words(", ".join(sorted(attempt.held_by)))
+            st.text(plain(f"blocked ({guards}): {'; '.join(attempt.held_because)}"))
         if attempt.decision:
             st.text(plain(f"{attempt.decision} by {attempt.decided_by}" if attempt.decided_by else attempt.decision))
         if row.status is plans.PlanStatus.AWAITS_APPROVAL and row.expires_at is not None:

@@ -37,7 +37,8 @@ K = EventKind
 MODES: Mapping[str, str] = {
     "observe": "rolecall reports what it would do and takes no action.",
     "approve": "rolecall waits for approval. A plan without a decision expires at its deadline.",
-    "act": "rolecall acts on its own once all guards pass. Hold or reject a plan to stop it; pause to stop all.",
+    "act": "rolecall starts a plan as soon as all guards pass. Only a plan that a guard blocks can still be held or "
+    "rejected; pause stops all later actions.",
 }
 
 

@@ -116,7 +116,13 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         st.html(banner(kind, head, sentence, advice=advice))
     run, failed = st.session_state.get(AUDIT_KEY, ("", ""))
     if failed and run == reader.settings.name:
-        st.html(banner("bad", failed, "The records of this run contradict each other: its accounts may be wrong."))
+        st.html(
+            banner(
+                "bad",
+                failed,
+                "The journal and the ledger contradict each other: the numbers of the page Accounting may be wrong.",
+            )
+        )
         st.page_link("accounting.py", label="See the audit", icon=":material/receipt_long:", query_params=chosen_run())
     _draw_incidents(snapshot)
     shown = view.headline_figures(snapshot)

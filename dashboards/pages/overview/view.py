@@ -27,7 +27,7 @@ from rolecall.dashboards.data.incident_titles import (
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.data.run_state import KIND_OF, step_of, unwatched_words
+from rolecall.dashboards.data.run_state import KIND_OF, START_WATCH, step_of, unwatched_words
 from rolecall.dashboards.pages.charts import FaultBand, thinned
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.dashboards.pages.overview.watched_job import course_buckets, figures_of
@@ -311,15 +311,15 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     run = snapshot.run
     if run.paused and not run.ended:
         found.append(
-            ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume` resumes recovery.")
+            ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume RUN` resumes recovery.")
         )
     if unwatched := unwatched_words(snapshot):
         said = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
+        found.append(("bad", "No watch is running.", said, START_WATCH))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
         head = f"Set aside: {counted(len(snapshot.projection.broken), 'incident or event', 'incidents or events')}."
-        found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
+        found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents --run RUN` shows why."))
     if run.started_at is None and not run.replicas and not snapshot.projection.incidents and not snapshot.observed:
         found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))
     return found

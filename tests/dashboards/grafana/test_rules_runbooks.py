@@ -42,23 +42,56 @@ def _commands(text: str) -> list[str]:
     return [c for block, inline in _CODE.findall(text) for c in _COMMAND.findall(block or inline)]
 
 
-def _error_of(command: str) -> str:
-    """What is wrong with a command that a runbook names; "" if the CLI accepts it."""
+def _options_of(command: str) -> set[str] | None:
+    """The options that the CLI knows for it; None: there is no such command."""
     words = command.split()[1:]
     found: Any = typer.main.get_command(app)
     while commands := getattr(found, "commands", None):
         if not words or words[0] not in commands:
-            return "no such command"
+            return None
         found = commands[words.pop(0)]
-    options = {o for p in found.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
-    unknown = {w for w in words if w.startswith("--")} - options
+    return {o for p in found.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+
+
+def _error_of(command: str) -> str:
+    """What is wrong with a command that a runbook names; "" if the CLI accepts it."""
+    options = _options_of(command)
+    if options is None:
+        return "no such command"
+    unknown = {w for w in command.split() if w.startswith("--")} - options
     return f"it has no {', '.join(sorted(unknown))}" if unknown else ""
+
+
+def _is_on_any_run(command: str) -> bool:
+    """It orders something, and would order it in the newest run, whichever that is."""
+    orders = "--reason" in (_options_of(command) or ()) or command.split()[1] in ("approve", "resume")
+    return orders and not {"--run", "RUN"} & {*command.split()}
 
 
 @pytest.mark.parametrize("name", sorted(RUNBOOKS))
 def test_the_commands_of_a_runbook_exist(name: str) -> None:
     wrong = {c: why for c in _commands(RUNBOOKS[name]) if (why := _error_of(c))}
     assert not wrong
+
+
+@pytest.mark.parametrize("name", sorted(RUNBOOKS))
+def test_orders_of_a_runbook_and_its_alert_name_the_run(name: str) -> None:
+    texts = (RUNBOOKS[name], ALERTS[name].summary, ALERTS[name].description)
+    assert not [c for text in texts for c in _commands(text) if _is_on_any_run(c)]
+
+
+@pytest.mark.parametrize("name", sorted(RUNBOOKS))
+def test_a_runbook_with_an_order_that_is_refused_for_watched_jobs_says_so(name: str) -> None:
+    text = RUNBOOKS[name]
+    if any(c.startswith(("rolecall node drain ", "rolecall replace ")) for c in _commands(text)):
+        assert "In a watched job without an [actuator](../howto/replace.md)" in text
+
+
+def test_an_order_for_any_run_is_found_out() -> None:
+    assert _is_on_any_run("rolecall approve DIGEST")
+    assert _is_on_any_run("rolecall node drain NODE --reason ...")
+    assert not _is_on_any_run("rolecall resume --run RUN")
+    assert not _is_on_any_run("rolecall incidents")
 
 
 def test_a_command_that_does_not_exist_is_found_out() -> None:

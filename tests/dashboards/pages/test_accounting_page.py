@@ -277,7 +277,7 @@ def test_a_job_that_is_only_observed_says_what_is_not_known(made: World) -> None
     assert not at.exception
     reported = texts(at)
     assert "has no ledger" in reported and "Prompt groups" not in reported and "open groups" not in reported
-    assert "which part of its time is useful" in reported
+    assert "which part of the time was useful" in reported
 
 
 def test_faults_on_which_nobody_acted_show_their_time(made: World) -> None:

@@ -330,7 +330,7 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(looks: Looks, finish
     with at(looks, finished[1], f"/?run={WATCHED_JOB}", "Last events") as shot:
         card = shot.page.locator("article.rc-card")
         assert "trainer/0 rank 1 hung in step 53" in card.inner_text() and "rolecall would replace" in card.inner_text()
-        assert "logged; no notification channel configured" in card.inner_text()
+        assert "nobody was paged, because no notification channel is configured" in card.inner_text()
         shot.page.wait_for_function("() => document.title.endsWith('1 open')")
         figures = shot.page.locator(".rc-figures")
         # One call: between two, the page may be drawn anew.

@@ -105,7 +105,7 @@ def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "mode", "status", "words"),
     [
-        ("held", "act", "blocked by a guard", "blocked by paused: replace rollout/1#1 on"),
+        ("held", "act", "blocked by a guard", "blocked (paused by Ada: let me look): replace rollout/1#1 on"),
         ("held", "observe", "only observed", "nothing, mode observe; rolecall would replace rollout/1#1 on"),
         ("proposed", "approve", "awaits approval", "waiting for approval to replace rollout/1#1 on"),
         ("observed", "act", "self_recovered", ""),

@@ -103,7 +103,9 @@ def test_a_job_that_is_only_watched_offers_no_command_that_cannot_work(tmp_path:
     assert not any(b.label in ("Hold", "Reject", "Drain", "Replace") for b in at.button)
     assert 'rolecall node quarantine vm-1 --reason "REASON"' in "\n".join(c.value for c in at.code)
     first = next(e for e in at.main if e.type == "html" and "rc-banner" in e.proto.body)
-    assert "No watch is running." in first.proto.body
+    assert (
+        "No watch is running." in first.proto.body and "<code>rolecall status RUN</code>: it prints" in first.proto.body
+    )
 
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:

@@ -25,7 +25,7 @@ from rolecall.dashboards.pages.operations.plans import plan_rows
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.page import role_html
 from rolecall.dashboards.pages.overview.view import RoleSummary, state_of
-from rolecall.dashboards.pages.style import STATES, band_legend, banner, css
+from rolecall.dashboards.pages.style import SERVER_LOST, STATES, band_legend, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.observed_ranks import FLAG, ObservedRank, from_json, to_json
 from rolecall.views.snapshot import ReplicaRow
@@ -138,7 +138,7 @@ def test_a_dead_watch_is_reported(tmp_path: Path) -> None:
         conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 3700")
     page = text(drawn(made.settings()))
     assert "No watch is running." in page and "No watch holds the lease, so nothing is done." in page
-    assert "not watched for" in page
+    assert "not watched for" in page and "it prints the command that starts a watch" in page
 
 
 def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:
@@ -459,7 +459,10 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     assert "trainer/0 rank 1 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
     assert "rolecall would replace trainer/0 on vm" in page and "only observed" in page
     assert "<dt>suspect</dt><dd>trainer/0 rank 1 on vm</dd>" in page
-    assert "<dt>paging</dt><dd>logged; no notification channel configured</dd>" in page, "said once, without a repeat"
+    assert (
+        "<dt>paging</dt><dd>nobody was paged, because no notification channel is configured (recovery.notify)</dd>"
+        in page
+    ), "said once, without a repeat"
     assert "needed from you" not in page and "#0" not in page
     assert "<dt>ranks</dt><dd>4</dd>" in page and "<dt>last progress</dt>" in page
     assert "4 ranks" in page and "rank 1 on vm, pid 4001: suspect" in page and "rank 2 on vm" not in page
@@ -521,3 +524,7 @@ def test_the_ranks_of_a_replica_are_inside_it_and_the_suspect_one_is_marked() ->
         RoleSummary(name="trainer", cells=tuple(cells), counts=(("suspect", 1), ("healthy", 1)), ranks=found)
     )
     assert page.count('aria-label="2 ranks"') == 2
+
+
+def test_the_text_of_a_lost_server_names_the_run_where_the_command_takes_one() -> None:
+    assert "rolecall incidents --run RUN" in SERVER_LOST and "rolecall incidents RUN" not in SERVER_LOST

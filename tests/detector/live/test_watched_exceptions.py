@@ -106,7 +106,7 @@ def test_an_exception_that_nothing_caught_is_named_before_its_process_has_ended(
     (found,) = it.run(2.0)
     assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
     assert "its process ends in step " in found.because
-    assert "nothing caught: ValueError: bad sample at train.py:13" in found.because
+    assert "with an uncaught exception: ValueError: bad sample at train.py:13" in found.because
     it.exits(it.ranks[1], code="1")
     for n in (0, 2, 3):
         it.raises(it.ranks[n], "RuntimeError", GLOO_CLOSED, "f2")

@@ -145,7 +145,7 @@ def test_a_request_goes_through_the_guards(tmp_path: Path) -> None:
     run, watch = RunDir(tmp_path), world.watch()
     world.step(watch)
     said = commands.replace(run, "rollout/2", "it looks tired", "alice", world.clock)
-    assert said == "inc-1-rollout-2 opened: rollout/2 is replaced when the guards pass"
+    assert said == "inc-1-rollout-2 opened: rollout/2 will be replaced once all guards allow it"
     with pytest.raises(CommandRefused, match="inc-1-rollout-2 already handles rollout/2"):
         commands.replace(run, "rollout/2", "again", "alice", world.clock)
     world.until(world.all_closed, watch)
@@ -170,7 +170,8 @@ def test_a_request_is_no_proposal_but_counts_like_any_other(tmp_path: Path) -> N
 def test_a_request_in_observe_mode_is_held_and_ends(tmp_path: Path) -> None:
     world = World(tmp_path, mode="observe", approval_timeout_seconds=20.0)
     run, watch = RunDir(tmp_path), world.watch()
-    assert "no watch holds the lease" in commands.replace(run, "rollout/2", "please", "alice", world.clock)
+    said = commands.replace(run, "rollout/2", "please", "alice", world.clock)
+    assert f"no watch holds the lease; `rolecall status {run.shell_name}` prints the command that starts one" in said
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == []
     assert "mode is observe" in world.only().because and world.only().outcome is IncidentOutcome.ESCALATED
@@ -194,6 +195,7 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     assert value["evictions_last_hour"] == 0
     assert [i["held_by"] for i in value["open_incidents"]] == [["paused"]]
     text = status_text(value)
+    assert "blocked (paused): paused by bob: upgrade" in text
     assert "PAUSED: bob: upgrade \\x1b[31mred" in text and "\x1b" not in text
     assert "inc-1-rollout-1 planned: rollout/1#1: crash" in text
     commands.resume_recovery(run, "bob")

@@ -401,8 +401,8 @@ def _ending(subject: MonitoredProcess, raised: ReceivedException, now: float) ->
         onset=raised.event.wall_at + subject.offset_seconds,
         now=now,
         confidence=1.0,
-        because=f"{subject.name()} crashed: its process ends in {phase_text(subject.phase, step)} by an exception that "
-        f"nothing caught: {text}",
+        because=f"{subject.name()} crashed: its process ends in {phase_text(subject.phase, step)} with an uncaught "
+        f"exception: {text}",
         evidence=(Evidence(kind=AgentEventKind.EXCEPTION, text=text, values=values),),
     )
 

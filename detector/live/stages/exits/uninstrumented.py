@@ -206,7 +206,7 @@ def _exit(subject: MonitoredProcess) -> _Exit:
 def _crash(exited: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
     after = [other for other in gone if other.at > exited.at]
     named = ", ".join(f"{o.subject.name()}{o.how}" for o in after[:NUM_NAMED_MAX])
-    more = ", .." if len(after) > NUM_NAMED_MAX else ""
+    more = ", ..." if len(after) > NUM_NAMED_MAX else ""
     followed = f"; {len(after)} more of its job exited after it: {named}{more}" if after else ""
     oom = "; the host's OOM killer was active at that moment" if exited.cause == "oom" else ""
     rest = "" if living else "; no process of the job is left"

@@ -132,9 +132,9 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
             f", {len(reports)} times within {f'{seconds / 60:.0f} min' if seconds >= 120 else f'{seconds:.0f} s'}"
         )
     else:
-        because += "; a second one within an hour would have it replaced"
+        because += "; if it happens again within an hour, the replica is replaced"
         if of_transfers and subject.replica != first.event.replica:
-            because += ", unless one of several replicas alone gets wrong bytes"
+            because += ", but not if only one of several replicas gets wrong bytes"
     return finding(
         WRONG_NUMBERS if twice else WRONG_NUMBERS_ONCE,
         [subject],
@@ -157,7 +157,7 @@ def _what(seen: ReceivedException) -> str:
     if wrong is not None:
         return f"in {wrong[2]} {wrong[3]}"
     which = parsed[0] if parsed else "?"
-    return f"loss or gradient of microbatch {which} was not finite there, and finite when computed again"
+    return f"loss or gradient of microbatch {which} was not finite there; computed again, it was finite"
 
 
 def _of_data(

@@ -293,7 +293,7 @@ def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: floa
         f"{names(members)} all wait in the same collective for {seconds:.1f} s (deadline {waiters[0].deadline.text}); "
         "all send heartbeats and none is behind, so the rank that blocks it cannot be identified"
     )
-    settle = "the process group's timeout (the rank that does not raise blocks it), or Flight Recorder dumps"
+    settle = "the exceptions at the process group's timeout (the rank without one blocks it), or Flight Recorder dumps"
     return finding(
         "collective",
         members,

@@ -271,8 +271,9 @@ _LOOPBACK = re.compile(r"(?:^|/)(?:127\.|localhost\b)")
 
 
 def job_of(registered: AgentEvent) -> str:
-    """What tells the job of a process that registers from the others of the run; empty: not known."""
-    job = next((name for key in ("lighthouse", "rendezvous", "job") if (name := registered.detail.get(key, ""))), "")
+    """What tells the job of a process that registers from the others of the run; empty: not known. Replicas that are
+    launched one by one have a rendezvous each, and the run id, or the job of Slurm or Ray, in common."""
+    job = next((name for key in ("lighthouse", "job", "rendezvous") if (name := registered.detail.get(key, ""))), "")
     return f"{registered.node} {job}" if _LOOPBACK.search(job) else job
 
 

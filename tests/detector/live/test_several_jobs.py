@@ -118,7 +118,8 @@ class Jobs:
 @pytest.mark.parametrize(
     ("detail", "job"),
     [
-        ({"job": "run-1", "rendezvous": "head:29500"}, "head:29500"),
+        ({"job": "run-1", "rendezvous": "head:29500"}, "run-1"),
+        ({"rendezvous": "head:29500"}, "head:29500"),
         ({"job": "01000000"}, "01000000"),
         ({"rendezvous": "127.0.0.1:29500"}, "vm 127.0.0.1:29500"),
         ({"rendezvous": "127.0.0.1:29500", "lighthouse": TORCHFT}, TORCHFT),

@@ -83,7 +83,7 @@ class LiveDetector:
         self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None, *, stages: Stages = STAGES
     ) -> None:
         self._config, self._roles = config, dict(expected_roles or {})
-        self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state)
+        self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state, of_runtime=bool(self._roles))
         self._stages = [make() for make in stages]
         self._suppressed_wall: dict[str, float] = {}  # stage -> time of its last suppression by an earlier stage
         self._standing: dict[str, Diagnosis] = {}
@@ -332,7 +332,8 @@ class LiveDetector:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         subjects: list[MonitoredProcess] = [decode(s) for s in state["subjects"]]
-        self._fleet = replace(decode(state["fleet"]), subjects={s.key: s for s in subjects})
+        subjects_by_key = {s.key: s for s in subjects}
+        self._fleet = replace(decode(state["fleet"]), subjects=subjects_by_key, of_runtime=bool(self._roles))
         for stage in self._stages:
             known = decode(state["stages"].get(stage.name))
             if known is not None:

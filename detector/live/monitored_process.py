@@ -364,7 +364,7 @@ class MonitoredProcess:
     slow_loading: SlowMeter = field(default_factory=SlowMeter)
     not_finite: NotFinite = field(default_factory=NotFinite)
     sample_seconds: float = 0.0  # usual time between two samples
-    job: str = ""  # of a process that rolecall did not start; empty: not known
+    job: str = ""  # that rolecall did not start; empty: not known
     group: str = ""  # its role; or a replica, where another job of the run has that role
     key: Key = field(init=False)
 

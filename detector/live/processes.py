@@ -138,6 +138,7 @@ class MonitoredProcesses:
     """Mutable; owned by one Detector."""
 
     mask_proc_state: bool = False
+    of_runtime: bool = False  # the bundled one, of which a run is one job; else of jobs that rolecall did not start
     subjects: dict[Key, MonitoredProcess] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)  # replica -> newest known incarnation
     forgotten: dict[str, int] = field(default_factory=dict)  # replica -> lowest incarnation that is not forgotten
@@ -275,7 +276,7 @@ class MonitoredProcesses:
         The first has the role as its group, and leaves what was learned to its successor; the other one has the name of
         a replica. Processes of the same replica are of one job, which has another rendezvous when it starts again; a
         process whose job is not known is compared with the first."""
-        if subject.incarnation != UNCOUNTED or job in ("", subject.job):
+        if self.of_runtime or job in ("", subject.job):
             return
         subject.job = job
         self.roster.changes += 1
@@ -446,12 +447,14 @@ class MonitoredProcesses:
     def _close_vanished(self, observation: Observation, now: float) -> None:
         """Closes processes whose exit nobody saw: their agent, which samples, shows them no longer, or their node is
         not listed any more. Only of jobs that rolecall did not start: a replica of the runtime is replaced by name."""
+        if self.of_runtime:
+            return
         silent = {node for node, _, _ in observation.unreachable}
         sampling = {batch.node for batch in observation.batches if batch.processes or batch.hosts}
         for s in [s for s in self.roster if now - s.seen_wall > VANISHED_SECONDS]:
             since = self.answering if s.node in sampling else self.answered
             is_over = now - since.get(s.node, now) > VANISHED_SECONDS and s.node not in silent
-            if is_over and s.incarnation == UNCOUNTED and s.sample is not None and not s.gone:
+            if is_over and s.sample is not None and not s.gone:
                 self._close(s, now)
 
     def _sweep(self, now: float) -> None:

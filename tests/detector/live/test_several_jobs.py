@@ -31,6 +31,7 @@ class Rank:
     seconds: float = 1.0
     began: float = 100.0
     collects: bool = True
+    incarnation: int = UNCOUNTED  # or as the watch counts it, where it may act
     stands: dict[str, Any] = field(default_factory=dict)  # from now on
 
     @property
@@ -67,13 +68,13 @@ class Rank:
 class Jobs:
     """What one watch sees of them."""
 
-    def __init__(self) -> None:
-        self.now, self.ranks = 100.0, list[Rank]()
-        self.detector = LiveDetector(DetectorConfig(), {})
+    def __init__(self, incarnation: int = UNCOUNTED, roles: dict[str, int] | None = None) -> None:
+        self.now, self.ranks, self.incarnation = 100.0, list[Rank](), incarnation
+        self.detector = LiveDetector(DetectorConfig(), roles)
         self.events: list[AgentEvent] = []
 
     def start(self, replica: str, pid: int, ranks: int = 1, seconds: float = 1.0, **detail: str) -> list[Rank]:
-        new = [Rank(replica, n, pid + n, detail, seconds, self.now) for n in range(ranks)]
+        new = [Rank(replica, n, pid + n, detail, seconds, self.now, incarnation=self.incarnation) for n in range(ranks)]
         self.ranks += new
         self.events += [self._event(AgentEventKind.REGISTERED, r, {"launcher": "torchrun", **detail}) for r in new]
         return new
@@ -87,12 +88,12 @@ class Jobs:
     def _event(self, kind: AgentEventKind, r: Rank, detail: dict[str, str]) -> AgentEvent:
         return AgentEvent(
             seq=1, kind=kind, node=NODE, at=self.now, wall_at=WALL + self.now, process=r.process, role="trainer",
-            replica=r.replica, rank=r.rank, incarnation=UNCOUNTED, detail=detail,
+            replica=r.replica, rank=r.rank, incarnation=r.incarnation, detail=detail,
         )  # fmt: skip
 
     def _sample(self, r: Rank) -> ProcessSample:
         return ProcessSample(
-            process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=UNCOUNTED, at=self.now,
+            process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=r.incarnation, at=self.now,
             wall_at=WALL + self.now, alive=True, page_ok=True, beats=int(10 * self.now), proc_state="S",
             cpu_seconds=0.01 * self.now, **r.fields(self.now),
         )  # fmt: skip
@@ -136,9 +137,9 @@ def _named(found: list[Diagnosis]) -> list[tuple[str, str, int | None]]:
     return [(str(d.fault_class), s.replica, s.rank) for d in found for s in d.suspects]
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_of_a_hang_in_a_collective_only_ranks_of_the_same_job_are_named(is_idle: bool) -> None:
-    jobs = Jobs()
+@pytest.mark.parametrize(("is_idle", "incarnation"), [(True, UNCOUNTED), (True, 1), (False, UNCOUNTED)])
+def test_of_a_hang_in_a_collective_only_ranks_of_the_same_job_are_named(is_idle: bool, incarnation: int) -> None:
+    jobs = Jobs(incarnation)
     mine = jobs.start("trainer/0", 100, ranks=2, rendezvous="h:1")
     (other,) = jobs.start("trainer/7", 200, rendezvous="h:2")
     other.collects = False
@@ -149,6 +150,14 @@ def test_of_a_hang_in_a_collective_only_ranks_of_the_same_job_are_named(is_idle:
     jobs.run(3.0)
     mine[0].stand("reduce", jobs.now)
     assert _named(jobs.run(60.0)) == [("hang", "trainer/0", 1)]
+
+
+def test_processes_of_the_runtime_are_of_one_job_whatever_ray_calls_it() -> None:
+    jobs = Jobs(1, {"trainer": 2})
+    jobs.start("trainer/0", 100, job="01000000")
+    jobs.start("trainer/1", 200, job="02000000")  # its supervisor was started again
+    jobs.run(5.0)
+    assert set(jobs.groups().values()) == {"trainer"}
 
 
 def test_replicas_of_torchft_are_one_job_whatever_their_rendezvous() -> None:

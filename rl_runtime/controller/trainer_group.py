@@ -10,9 +10,12 @@ microbatches; computed gradients are kept. `step_plan.py` decides.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from rolecall.core.clock import Clock
@@ -36,6 +39,7 @@ from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
     StepPlan,
+    StepProgress,
     TrainerChanges,
     choose_state,
     contain_attempt,
@@ -61,6 +65,8 @@ TICK_SECONDS = 0.05
 """Period at which a wait for several trainers checks for fenced members."""
 GRACE_SECONDS = 3.0
 """Added to the process group's own timeout: after a peer failed, the others must answer within this."""
+PROGRESS_SECONDS = 1.0
+"""Period at which trainers are asked during a step how many microbatches they have computed."""
 IDLE_SECONDS = 600.0
 """How long an old call may occupy the working thread of a joining trainer before the next attempt."""
 COPY_MARGIN_SECONDS = 5.0
@@ -97,6 +103,8 @@ class LoadedState:
 
     source: str  # a checkpoint's path, a trainer, or the beginning
     refused: tuple[str, ...]
+    commit: CommitRecord
+    result: StepResult | None
 
 
 def _recomputed(bad: NonFiniteMicrobatch, by: str, *, finite: bool) -> MicrobatchRecomputed:
@@ -139,7 +147,9 @@ class TrainerGroup:
         self._num_wanted = job.roles.trainer
         self._copy_seconds = job.runtime.transfer_timeout_seconds + COPY_MARGIN_SECONDS
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
-        self._step_seconds = job.detector.first_unit_seconds * job.algorithm.ppo_epochs + self._group_seconds
+        self._unit_seconds = job.detector.first_unit_seconds
+        """How long one microbatch may take at a trainer that the others wait for: as long as the newest step took."""
+        self._stall_seconds = job.detector.first_unit_seconds + self._group_seconds
         self._num_mini_batches, self._seed = job.algorithm.mini_batches, job.seed
         self._holders: dict[Member, Holder] = {}
         self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
@@ -194,7 +204,12 @@ class TrainerGroup:
         self._candidates.pop(member, None)
         self._recorder.set_state(*member, ReplicaState.READY, because)
 
-    async def _call_all(self, calls: Mapping[Member, Awaitable[Any]], grace: float) -> dict[Member, Any]:
+    async def _call_all(
+        self,
+        calls: Mapping[Member, Awaitable[Any]],
+        grace: float,
+        working_at: Mapping[Member, float] = MappingProxyType({}),
+    ) -> dict[Member, Any]:
         """Each member's answer or exception; `late_or_lost` decides when to stop waiting for a member."""
         pending = {member: asyncio.ensure_future(call) for member, call in calls.items()}
         answers: dict[Member, Any] = {}
@@ -205,7 +220,9 @@ class TrainerGroup:
                 now = self._clock.monotonic()
                 new = {m: task.exception() or task.result() for m, task in pending.items() if task.done()}
                 waited = [m for m in pending if m not in new]
-                new |= late_or_lost(waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace)
+                new |= late_or_lost(
+                    waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace, working_at=working_at
+                )
                 # In the order of the calls, which callers rely on.
                 for member in [m for m in pending if m in new]:
                     answers[member] = new[member]
@@ -269,10 +286,8 @@ class TrainerGroup:
                 raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
             await asyncio.sleep(TICK_SECONDS)
 
-    async def regroup(self, because: str, *, with_candidates: bool, trained_only: bool = False) -> None:
+    async def regroup(self, because: str, *, with_candidates: bool) -> None:
         """A new epoch among the remaining members (and the candidates), all at the newest committed state.
-
-        `trained_only`: not at one whose step the ledger does not have as trained, because its groups are given back.
 
         Raises:
             NoTrainerLeft: no trainer has that state.
@@ -281,14 +296,14 @@ class TrainerGroup:
             ports = {m: p for m, p in self.members.items() if m not in self._lost}
             if with_candidates:
                 ports |= self._candidates
-            if await self._join(await self._copy_state(ports, trained_only), because):
+            if await self._join(await self._copy_state(ports), because):
                 return
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
-    async def _copy_state(self, ports: Mapping[Member, TrainerPort], trained_only: bool) -> dict[Member, TrainerPort]:
+    async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
         """The trainers that have the newest committed state after the others copied it."""
-        infos, in_history = await self._infos(ports), self._recorder.in_history
-        undone = {m for m, i in infos.items() if not in_history(i.commit, or_assigned=not trained_only)}
+        infos = await self._infos(ports)
+        undone = {m for m, i in infos.items() if not self._recorder.in_history(i.commit, or_assigned=True)}
         choice = choose_state(infos, self.committed_step, undone)
         if choice is None:
             raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
@@ -338,7 +353,7 @@ class TrainerGroup:
         """No trainer has the newest state: the run goes on from the newest one left in its history, that of a trainer
         which was not in the epoch, or the newest good checkpoint.
 
-        `committed_step` is then that state's; later training must be undone.
+        `committed_step` is then that state's, whose step may not be in the ledger yet; later training must be undone.
 
         Raises:
             DeadlineExceeded: no trainer arrived.
@@ -360,12 +375,12 @@ class TrainerGroup:
             member = min(infos, key=lambda m: (-self._step_of(infos[m]), m))
             port = self._candidates[member]
             try:
-                loaded = await self._load_newest(member, port, self._step_of(infos[member]))
+                source, refused = await self._load_newest(member, port, self._step_of(infos[member]))
                 self.committed_step = (await port.commit_record()).step
-                because = f"state taken from {loaded.source}"
-                await self.regroup(because, with_candidates=True, trained_only=True)
+                await self.regroup(f"state taken from {source}", with_candidates=True)
                 await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
-                return loaded
+                commit, result = await self.newest_commit()
+                return LoadedState(source=source, refused=refused, commit=commit, result=result)
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
                 failure = str(e)
@@ -378,11 +393,11 @@ class TrainerGroup:
 
     def _step_of(self, info: TrainerInfo) -> int:
         """Step of a trainer's state; -1: it has none of the run's history, or that of the beginning."""
-        return info.commit.step if info.has_state and self._recorder.in_history(info.commit) else -1
+        return info.commit.step if info.has_state and self._recorder.in_history(info.commit, or_assigned=True) else -1
 
-    async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> LoadedState:
+    async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> tuple[str, tuple[str, ...]]:
         """Lets one trainer load, unless its own state is as new; this controller tells it which checkpoint, so that all
-        of its ranks load the same."""
+        of its ranks load the same. Returns source and refused checkpoints, as in `LoadedState`."""
         found = await port.list_checkpoints(self._folder)
         choice = choose(found, self._recorder.in_history)
         refused, damage = list(choice.refused), [info.damage for info in found if info.commit is None]
@@ -391,7 +406,7 @@ class TrainerGroup:
                 break
             try:
                 await self._load(port, info.path)
-                return LoadedState(source=info.path, refused=tuple(refused))
+                return info.path, tuple(refused)
             except CheckpointCorrupt as e:
                 refused.append(str(e))
                 damage.append(str(e))
@@ -399,8 +414,8 @@ class TrainerGroup:
             raise CheckpointCorrupt(path=self._folder, reason=f"none can be read: {damage[0]}")
         if own_step < 0:
             await self._load(port, "")
-            return LoadedState(source="the beginning", refused=tuple(refused))
-        return LoadedState(source=f"{member[0]}#{member[1]}, step {own_step}", refused=tuple(refused))
+            return "the beginning", tuple(refused)
+        return f"{member[0]}#{member[1]}, step {own_step}", tuple(refused)
 
     async def _load(self, port: TrainerPort, path: str) -> None:
         try:
@@ -426,6 +441,8 @@ class TrainerGroup:
                 if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
                     raise StepFailed(f"step {plan.step}: trainers committed different gradients after an agreed vote")
                 self.committed_step = plan.step
+                if attempt == 1 and not plan.resumed:
+                    self._unit_seconds = max(r.seconds for r in results)
                 for bad in not_finite.values():
                     by = next(r.replica for r in results if bad.microbatch_id in r.my_microbatches)
                     self._recorder.event(_recomputed(bad, by, finite=True))
@@ -478,20 +495,32 @@ class TrainerGroup:
         names = [replica for replica, _ in self.members]
         parts = mini_batches(plan.ids, step=plan.step, number=self._num_mini_batches, seed=self._seed)
         shares = assign(interleaved(parts), computed, names)
-        calls = {
-            member: port.train_step(
-                self.epoch,
-                plan.step,
-                [by_id[i] for i in shares[member[0]]],
-                plan.ids,
-                plan.ledger,
-                names,
-                self._step_seconds,
-                first,
-            )
-            for member, port in self.members.items()
-        }
-        return await self._call_all(calls, grace=self._group_seconds)
+        progress = StepProgress(started_at=self._clock.monotonic(), unit_seconds=self._unit_seconds)
+        calls = {}
+        for member, port in self.members.items():
+            mine = [by_id[i] for i in shares[member[0]]]
+            train = partial(port.train_step, self.epoch, plan.step, mine, plan.ids, plan.ledger, names, first)
+            calls[member] = self._watched(member, port, train, progress)
+        return await self._call_all(calls, grace=self._group_seconds, working_at=progress.working_at)
+
+    async def _watched(
+        self, member: Member, port: TrainerPort, train: Callable[[], Awaitable[StepResult]], progress: StepProgress
+    ) -> StepResult:
+        """The member's answer. A step may take any time; notes meanwhile how the work grows.
+
+        Raises:
+            DeadlineExceeded: no member has computed a microbatch for too long.
+        """
+        answer = asyncio.ensure_future(train())
+        try:
+            while not (await asyncio.wait({answer}, timeout=PROGRESS_SECONDS))[0]:
+                with suppress(Exception):  # a lost member has no answer; an unanswered question is no progress
+                    progress.add(member, (await port.info()).num_computed, self._clock.monotonic())
+                if progress.stands_still(self._clock.monotonic(), self._stall_seconds):
+                    raise DeadlineExceeded(waited_for=f"{port} to compute a microbatch", seconds=self._stall_seconds)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
         """The members' commit record, and the result of that step if a member still has it.

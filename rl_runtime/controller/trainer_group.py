@@ -22,7 +22,6 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import (
     CheckpointCorrupt,
-    CheckpointUnwritable,
     DeadlineExceeded,
     NonFiniteMicrobatch,
     PeerLost,
@@ -47,7 +46,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     membership_changes,
 )
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint, choose, surplus
-from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, TrainerPort
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, TrainerPort, is_code_error
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
@@ -75,6 +74,9 @@ START_SECONDS = 60.0
 NO_TRAINER_SECONDS = 600.0
 """How long a run without any trainer waits for one: recovery may be waiting for an operator's approval."""
 REGROUPS_MAX = 12
+JOINS_MAX = 2
+"""Epochs that may fail without a lost member before trainers that were in none before are left out, and joins that may
+fail by a trainer's own exception before it is given up: it would come back and fail again."""
 DECISION_SECONDS = 60.0
 """How long a step that fails by its own code waits for recovery's decision."""
 ATTEMPTS_MAX = 24
@@ -155,6 +157,8 @@ class TrainerGroup:
         self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
         self._joining: set[Member] = set()
         self._failed_first_calls: Counter[Member] = Counter()
+        self._failed_joins: Counter[Member] = Counter()
+        self._have_joined: set[Member] = set()  # members of an epoch that was formed
         self._lost: dict[Member, str] = {}
         self.members: dict[Member, TrainerPort] = {}
         self.epoch = 0
@@ -292,12 +296,20 @@ class TrainerGroup:
         Raises:
             NoTrainerLeft: no trainer has that state.
         """
+        num_failed = 0
         for _ in range(REGROUPS_MAX):
             ports = {m: p for m, p in self.members.items() if m not in self._lost}
             if with_candidates:
                 ports |= self._candidates
-            if await self._join(await self._copy_state(ports), because):
+            newcomers = ports.keys() - self._have_joined
+            left_out = newcomers if num_failed >= JOINS_MAX and newcomers != ports.keys() else set()
+            ports = await self._copy_state({m: p for m, p in ports.items() if m not in left_out})
+            if await self._join(ports, because):
+                for member in left_out:
+                    self._lose(member, "no epoch could be formed with it, and one could without it")
                 return
+            answered = self.members.keys() - self._lost.keys()
+            num_failed += bool(ports) and answered >= ports.keys()  # some cannot reach each other
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
     async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
@@ -330,24 +342,37 @@ class TrainerGroup:
         first = next(iter(ports))
         try:
             store = await ports[first].open_store(epoch)
-        except (ReplicaExited, DeadlineExceeded) as e:
-            self._note_losses({first: e})
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of one trainer must not end the controller
+            self._note_failed_joins({first: e})
             return False
         seconds = self._group_seconds
         calls = {m: p.join(epoch, n, len(ports), store, seconds) for n, (m, p) in enumerate(ports.items())}
         answers = await self._call_all(calls, grace=seconds)
-        self._note_losses(answers)
         self.members = {m: p for m, p in ports.items() if answers[m] is None or isinstance(answers[m], PeerLost)}
         for member, answer in answers.items():
             if answer is not None:
                 logger.warning("%s#%d did not join epoch %d: %s", *member, epoch, answer)
+        self._note_failed_joins(answers)
         if any(a is not None for a in answers.values()):
             return False
         self.epoch = epoch
         for member in ports:
             self._candidates.pop(member, None)
+            self._failed_joins.pop(member, None)
             self._recorder.set_state(*member, ReplicaState.SERVING, f"member of epoch {epoch}")
+        self._have_joined = set(ports)
         return True
+
+    def _note_failed_joins(self, answers: Mapping[Member, Any]) -> None:
+        self._note_losses(answers)
+        for member, answer in answers.items():
+            if answer is None or isinstance(answer, PeerLost | ReplicaExited | DeadlineExceeded):
+                continue
+            self._failed_joins[member] += 1
+            because = f"it could not join: {type(answer).__name__}: {answer}"
+            self._exclude(member, because)
+            if self._failed_joins[member] >= JOINS_MAX:
+                self._lose(member, because)
 
     async def recover(self) -> LoadedState:
         """No trainer has the newest state: the run goes on from the newest one left in its history, that of a trainer
@@ -363,7 +388,7 @@ class TrainerGroup:
             if member not in self._lost:
                 self._exclude(member, "it does not have the state of the last committed step")
         self.members = {}
-        failure = ""
+        failure, failed = "", Counter[Member]()
         for attempt in range(LOADS_MAX):
             if failure:
                 await asyncio.sleep(attempt * LOAD_PAUSE_SECONDS)
@@ -372,22 +397,28 @@ class TrainerGroup:
             if not infos:
                 failure = "no trainer answered"
                 continue
-            member = min(infos, key=lambda m: (-self._step_of(infos[m]), m))
+            member = min(infos, key=lambda m: (failed[m], -self._step_of(infos[m]), m))
             port = self._candidates[member]
             try:
                 source, refused = await self._load_newest(member, port, self._step_of(infos[member]))
                 self.committed_step = (await port.commit_record()).step
+            except (ReplicaExited, DeadlineExceeded) as e:
+                self._note_losses({member: e})
+                failure = str(e)
+                continue
+            except Exception as e:
+                if not (isinstance(e, CheckpointCorrupt) or is_code_error(e)):
+                    raise
+                failure = str(e) if isinstance(e, CheckpointCorrupt) else f"{type(e).__name__}: {e}"
+                self._exclude(member, f"it cannot take a state: {failure}")
+                failed[member] += 1
+                continue
+            try:
                 await self.regroup(f"state taken from {source}", with_candidates=True)
                 await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
                 commit, result = await self.newest_commit()
                 return LoadedState(source=source, refused=refused, commit=commit, result=result)
-            except (ReplicaExited, DeadlineExceeded) as e:
-                self._note_losses({member: e})
-                failure = str(e)
             except NoTrainerLeft as e:
-                failure = str(e)
-            except CheckpointCorrupt as e:
-                self._exclude(member, f"it cannot read the checkpoints: {e}")
                 failure = str(e)
         raise StateNotLoaded(f"no trainer could take a state in {LOADS_MAX} attempts, last: {failure}")
 
@@ -575,8 +606,9 @@ class TrainerGroup:
         for member in (*others, *(m for m in self.members if m in failed)):
             try:
                 return member, await self.members[member].take_snapshot()
-            except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:
-                logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, e)
+            except Exception as e:  # noqa: BLE001 deliberate: of one trainer, it must not end the controller
+                what = f"{type(e).__name__}: {e}"
+                logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, what)
         return None
 
     async def write_checkpoint(self, writer: Member, step: int) -> WrittenCheckpoint | None:

@@ -123,7 +123,7 @@ class Collective:
         arrived[member] = value
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.fleet.job.runtime.group_timeout_seconds
-        while len(arrived) < self.size:
+        while len(arrived) < self.size or self.fleet.unreachable & self.joined.keys():
             gone = [m for m, p in self.joined.items() if p.dead.is_set() or m in self.left]
             if gone:
                 raise PeerLost(epoch=self.epoch, because=f"connection closed by {gone[0]}")
@@ -673,6 +673,8 @@ class FakeClient:
     async def _perform(self, method: str, args: tuple[Any, ...]) -> Any:
         await self._process.running.wait()
         try:
+            if (failure := self._fleet.fails(self._process.member, method)) is not None:
+                raise failure
             result = getattr(self._process.body, method)(*args)
             return await result if asyncio.iscoroutine(result) else result
         finally:
@@ -713,6 +715,10 @@ class SimulatedFleet:
         """Whether a write goes on when its process is dead for the others: it is cut off, the file system is not."""
         self.load_fails: Callable[[str], Exception | None] = lambda path: None
         """What a trainer raises that is to load a checkpoint; the path is empty for the initial state."""
+        self.fails: Callable[[Member, str], Exception | None] = lambda member, method: None
+        """The exception of a process's own code in a call."""
+        self.unreachable: set[Member] = set()
+        """Trainers that no process group reaches."""
         self.list_fails: Callable[[str], Exception | None] = lambda folder: None
         self.parents: dict[str, str] = {}
         """Gradient digest -> that of the step before, on whose state it was computed; `first`: none."""

@@ -85,3 +85,58 @@ def test_a_step_that_is_committed_after_the_controller_gave_it_up_counts(tmp_pat
     [gave_up, back] = w.events(EventKind.STEP_INTERRUPTED)
     assert "to compute a microbatch" in gave_up["because"] and gave_up["step"] == 3
     assert "state taken from trainer/0#1, step " in back["because"]
+
+
+def test_a_trainer_that_cannot_copy_its_state_leaves_the_checkpoint_to_another_one(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.fails = lambda member, method: (
+            RuntimeError("CUDA error") if (member[0], method) == ("trainer/1", "take_snapshot") else None
+        )
+
+    w = world(tmp_path, script, num_steps=6, checkpoint__every_steps=2).run()
+    w.check()
+    assert [b["step"] for b in w.events(EventKind.CHECKPOINT_WRITTEN)] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("method", ["open_store", "join"])
+@pytest.mark.parametrize("failing", [("trainer/0", 1), ("trainer/0", 2)])
+def test_a_trainer_that_fails_to_join_by_its_own_code_is_given_up(
+    tmp_path: Path, method: str, failing: tuple[str, int]
+) -> None:
+    async def script(w: World) -> None:
+        w.fleet.fails = lambda member, called: OSError("no address") if (member, called) == (failing, method) else None
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.kill("trainer/0")
+
+    w = world(tmp_path, script, num_steps=30).run()
+    assert w.check().groups_undone == 0 and len(w.controllers) == 1
+    [lost] = [b for b in w.events(EventKind.REPLICA_LOST) if (b["replica"], b["incarnation"]) == failing]
+    assert lost["because"] == "it could not join: OSError: no address"
+
+
+@pytest.mark.parametrize("method", ["list_checkpoints", "load_checkpoint"])
+def test_a_trainer_that_fails_to_load_by_its_own_code_leaves_it_to_another_one(tmp_path: Path, method: str) -> None:
+    async def script(w: World) -> None:
+        w.fleet.fails = lambda member, called: (
+            MemoryError("no memory") if (member[0], called) == ("trainer/0", method) else None
+        )
+        await until(lambda: w.controllers[-1].state.step == 7)
+        w.fleet.kill("trainer/0")
+        w.fleet.kill("trainer/1")
+
+    w = world(tmp_path, script, num_steps=12, checkpoint__keep=5).run()
+    assert w.check().groups_undone == 2 * 8 and len(w.controllers) == 1
+
+
+def test_a_replacement_that_no_other_trainer_reaches_is_left_out_and_given_up(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.unreachable = {(ReplicaId("trainer/1"), 2)}
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.kill("trainer/1")
+        await until(lambda: w.fleet.newest("trainer/1").member[1] == 2)
+
+    w = world(tmp_path, script, num_steps=30, **THREE).run()
+    assert w.check().groups_undone == 0
+    [lost] = [b for b in w.events(EventKind.REPLICA_LOST) if (b["replica"], b["incarnation"]) == ("trainer/1", 2)]
+    assert lost["because"] == "no epoch could be formed with it, and one could without it"
+    assert w.controllers[-1].trainers.members.keys() == {("trainer/0", 1), ("trainer/2", 1)}

@@ -351,7 +351,7 @@ class Controller:
             await self._gather()
         try:
             await self.trainers.form_first_epoch(self.recorder.ledger.last_trained_step())
-            self._reconcile(*await self.trainers.newest_commit())
+            await self._reconcile_newest()
         except NoTrainerLeft as e:
             await self._recover(str(e))
         self.state.step = self.trainers.committed_step + 1
@@ -394,6 +394,9 @@ class Controller:
         self.rollouts.assign_unassigned()
         self.rollouts.wake_all()
         self.scoring.wake()
+
+    async def _reconcile_newest(self) -> None:
+        self._reconcile(*await self.trainers.newest_commit())
 
     def _reconcile(self, commit: CommitRecord, result: StepResult | None) -> None:
         """Writes the trainers' newest commit to the ledger, unless it is there."""
@@ -521,5 +524,6 @@ class Controller:
         return end
 
     async def _finish_state(self) -> None:
-        self._reconcile(*await self.trainers.newest_commit())
-        await self.checkpoints.last(self.state.step - 1)
+        await self._reconcile_newest()
+        # A step that a stop interrupted may end yet, and the copy is of its state then.
+        await self.checkpoints.last(self.state.step - 1, before_write=self._reconcile_newest)

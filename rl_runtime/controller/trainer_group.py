@@ -554,19 +554,21 @@ class TrainerGroup:
             answer.cancel()
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
-        """The members' commit record, and the result of that step if a member still has it.
+        """The members' newest commit record, and the result of that step if its member still has it.
 
         Raises:
             NoTrainerLeft: no member answered.
         """
+        found: list[tuple[CommitRecord, StepResult | None]] = []
         for member, port in list(self.members.items()):
             try:
-                commit, result = await port.commit_record(), await port.last_result()
+                found.append((await port.commit_record(), await port.last_result()))
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
-                continue
-            return commit, result if result is not None and result.commit.step == commit.step else None
-        raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
+        if not found:
+            raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
+        commit, result = max(found, key=lambda f: f[0].step)
+        return commit, result if result is not None and result.commit.step == commit.step else None
 
     async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
         """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)

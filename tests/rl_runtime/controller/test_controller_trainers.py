@@ -9,6 +9,7 @@ import pytest
 
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.ledger import Ledger
 from tests.rl_runtime.loop import World, small_job
 
 THREE = {"roles__trainer": 3, "algorithm__microbatches_per_step": 6}
@@ -140,3 +141,21 @@ def test_a_replacement_that_no_other_trainer_reaches_is_left_out_and_given_up(tm
     [lost] = [b for b in w.events(EventKind.REPLICA_LOST) if (b["replica"], b["incarnation"]) == ("trainer/1", 2)]
     assert lost["because"] == "no epoch could be formed with it, and one could without it"
     assert w.controllers[-1].trainers.members.keys() == {("trainer/0", 1), ("trainer/2", 1)}
+
+
+@pytest.mark.parametrize(("write_seconds", "is_written"), [(0.05, True), (30.0, False)])
+def test_a_step_that_ends_during_a_stop_is_in_the_ledger_before_it_is_in_a_checkpoint(
+    tmp_path: Path, write_seconds: float, is_written: bool
+) -> None:
+    async def script(w: World) -> None:
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.microbatch_seconds, w.fleet.write_seconds = slow(6.5), lambda: write_seconds
+        await until(lambda: w.controllers[-1].state.plan is not None)
+        await asyncio.sleep(1.0)
+        w.journal.set_flag("stop", "enough")
+
+    w = world(tmp_path, script, num_steps=9, checkpoint__every_steps=100).run()
+    assert w.outcome is not None and (w.outcome.outcome, w.outcome.steps) == ("stopped", 4)
+    [commit] = w.fleet.optimizer[3].values()
+    assert Ledger(w.journal.store).includes(3, commit.group_ids, commit.ledger)
+    assert (3 in w.fleet.checkpoints) == is_written and w.audit().ok

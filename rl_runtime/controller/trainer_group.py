@@ -554,7 +554,7 @@ class TrainerGroup:
             answer.cancel()
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
-        """The members' newest commit record, and the result of that step if its member still has it.
+        """The members' newest commit record, and the result of that step if one still has it.
 
         Raises:
             NoTrainerLeft: no member answered.
@@ -567,8 +567,8 @@ class TrainerGroup:
                 self._note_losses({member: e})
         if not found:
             raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
-        commit, result = max(found, key=lambda f: f[0].step)
-        return commit, result if result is not None and result.commit.step == commit.step else None
+        commit, _ = max(found, key=lambda f: f[0].step)
+        return commit, next((r for _, r in found if r is not None and r.commit.step == commit.step), None)
 
     async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
         """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)

@@ -2,7 +2,7 @@
 needed are removed."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rolecall.rl_runtime.controller.background_tasks import Tasks
 from rolecall.rl_runtime.controller.trainer_group import TrainerGroup
@@ -42,14 +42,16 @@ class Checkpoints:
         await self._settled()
         self._newest = -1
 
-    async def last(self, step: int) -> None:
-        """Returns when there is a checkpoint of `step`, or no trainer could write it; each one tries at most once."""
+    async def last(self, step: int, *, before_write: Callable[[], Awaitable[None]]) -> None:
+        """Returns when there is a checkpoint of `step` or a later one, or no trainer could write it; each one tries at
+        most once. `before_write`: called once a trainer has copied its state."""
         await self._settled()
         self._failed = set()
         for _ in range(len(self._trainers.members)):
-            if self._newest == step:
+            if self._newest >= step:
                 return
             if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
+                await before_write()
                 await self._write(*taken)
 
     async def _settled(self) -> None:

@@ -57,7 +57,7 @@ from rolecall.rl_runtime.controller.step_plan import (
 from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StateNotLoaded, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import EngineKey, TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within
-from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.protocol.messages import CommitRecord, PromptGroup, StepResult
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import is_held_out
 from rolecall.rl_runtime.weights.proof import ProofVerifier
@@ -351,7 +351,7 @@ class Controller:
             await self._gather()
         try:
             await self.trainers.form_first_epoch(self.recorder.ledger.last_trained_step())
-            await self._reconcile()
+            await self._reconcile_newest()
         except NoTrainerLeft as e:
             await self._recover(str(e))
         self.state.step = self.trainers.committed_step + 1
@@ -395,9 +395,11 @@ class Controller:
         self.rollouts.wake_all()
         self.scoring.wake()
 
-    async def _reconcile(self) -> None:
-        """Writes the trainers' commits to the ledger."""
-        commit, result = await self.trainers.newest_commit()
+    async def _reconcile_newest(self) -> None:
+        self._reconcile(*await self.trainers.newest_commit())
+
+    def _reconcile(self, commit: CommitRecord, result: StepResult | None) -> None:
+        """Writes the trainers' newest commit to the ledger, unless it is there."""
         trained = self.recorder.ledger.groups([GroupState.TRAINED])
         if all(g in trained for g in commit.group_ids):
             return
@@ -469,6 +471,7 @@ class Controller:
         """Continues from the newest state left, reopens groups trained after it, and keeps a valid plan."""
         await self.checkpoints.before_return()
         loaded = await self.trainers.recover()
+        self._reconcile(loaded.commit, loaded.result)
         step, plan = self.trainers.committed_step, self.state.plan
         self.state.step_ended = False
         interrupted = StepInterrupted(
@@ -479,6 +482,9 @@ class Controller:
             refused_checkpoints=tuple(loaded.refused),
         )
         self.recorder.event(interrupted)
+        if plan is not None and plan.step == step:  # it was committed, and no trainer had answered in time
+            self.state.plan, self.state.published, self.state.step_ended = None, False, True
+            return
         if plan is not None and plan.step == step + 1:
             self.state.plan = replace(plan, resumed=True)
             return
@@ -518,5 +524,6 @@ class Controller:
         return end
 
     async def _finish_state(self) -> None:
-        await self._reconcile()
-        await self.checkpoints.last(self.state.step - 1)
+        await self._reconcile_newest()
+        # A step that a stop interrupted may end yet, and the copy is of its state then.
+        await self.checkpoints.last(self.state.step - 1, before_write=self._reconcile_newest)

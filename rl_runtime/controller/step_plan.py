@@ -343,20 +343,52 @@ def membership_changes(
     return MembershipChanges(lost=lost, replaced=replaced, joining=joining)
 
 
+@dataclass(slots=True, kw_only=True)
+class StepProgress:
+    """How the members' work on an attempt at a step grows, as each one says of itself. Times are seconds of the
+    controller's monotonic clock."""
+
+    started_at: float
+    unit_seconds: float
+    """How long one microbatch may take."""
+    grown_at: dict[Member, float] = field(default_factory=dict)
+    """When a member's number of computed microbatches was last seen to grow."""
+    working_at: dict[Member, float] = field(default_factory=dict)
+    """When a member last answered while its work grew as it should."""
+    _num_computed: dict[Member, int] = field(default_factory=dict)
+
+    def add(self, member: Member, num_computed: int, now: float) -> None:
+        if self._num_computed.get(member) != num_computed:
+            self._num_computed[member], self.grown_at[member] = num_computed, now
+        if now - self.grown_at[member] <= self.unit_seconds:
+            self.working_at[member] = now
+
+    def stands_still(self, now: float, seconds: float) -> bool:
+        """Whether no member's work has grown for longer than that. One that waits for the others has none left."""
+        return now - max(self.grown_at.values(), default=self.started_at) > seconds
+
+
 def late_or_lost(
-    pending: Iterable[Member], lost: Mapping[Member, str], *, failed_at: float | None, now: float, grace_seconds: float
+    pending: Iterable[Member],
+    lost: Mapping[Member, str],
+    *,
+    failed_at: float | None,
+    now: float,
+    grace_seconds: float,
+    working_at: Mapping[Member, float] = MappingProxyType({}),
 ) -> dict[Member, RolecallError]:
     """Members whose answer is no longer awaited, each with the reason.
 
     A member is missing once it was fenced, and late `grace_seconds` after the first failure among the others: a
-    collective fails at all members together, so the others were waiting for the silent one.
+    collective fails at all members together, so the others were waiting for the silent one. One that still computes
+    has not come to the collective: it is late only that long after it was last seen at work (`working_at`).
     """
     found: dict[Member, RolecallError] = {}
     for replica, incarnation in pending:
         member = replica, incarnation
         if member in lost:
             found[member] = ReplicaExited(replica=replica, incarnation=incarnation, because=lost[member])
-        elif failed_at is not None and now - failed_at > grace_seconds:
+        elif failed_at is not None and now - max(failed_at, working_at.get(member, failed_at)) > grace_seconds:
             found[member] = DeadlineExceeded(waited_for=f"{replica}#{incarnation}", seconds=grace_seconds)
     return found
 

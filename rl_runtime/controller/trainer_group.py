@@ -10,16 +10,18 @@ microbatches; computed gradients are kept. `step_plan.py` decides.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import (
     CheckpointCorrupt,
-    CheckpointUnwritable,
     DeadlineExceeded,
     NonFiniteMicrobatch,
     PeerLost,
@@ -36,6 +38,7 @@ from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
     StepPlan,
+    StepProgress,
     TrainerChanges,
     choose_state,
     contain_attempt,
@@ -43,7 +46,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     membership_changes,
 )
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo, WrittenCheckpoint, choose, surplus
-from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, TrainerPort
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, TrainerPort, is_code_error
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
@@ -61,6 +64,8 @@ TICK_SECONDS = 0.05
 """Period at which a wait for several trainers checks for fenced members."""
 GRACE_SECONDS = 3.0
 """Added to the process group's own timeout: after a peer failed, the others must answer within this."""
+PROGRESS_SECONDS = 1.0
+"""Period at which trainers are asked during a step how many microbatches they have computed."""
 IDLE_SECONDS = 600.0
 """How long an old call may occupy the working thread of a joining trainer before the next attempt."""
 COPY_MARGIN_SECONDS = 5.0
@@ -69,6 +74,9 @@ START_SECONDS = 60.0
 NO_TRAINER_SECONDS = 600.0
 """How long a run without any trainer waits for one: recovery may be waiting for an operator's approval."""
 REGROUPS_MAX = 12
+JOINS_MAX = 2
+"""Epochs that may fail without a lost member before trainers that were in none before are left out, and joins that may
+fail by a trainer's own exception before it is given up: it would come back and fail again."""
 DECISION_SECONDS = 60.0
 """How long a step that fails by its own code waits for recovery's decision."""
 ATTEMPTS_MAX = 24
@@ -97,6 +105,8 @@ class LoadedState:
 
     source: str  # a checkpoint's path, a trainer, or the beginning
     refused: tuple[str, ...]
+    commit: CommitRecord
+    result: StepResult | None
 
 
 def _recomputed(bad: NonFiniteMicrobatch, by: str, *, finite: bool) -> MicrobatchRecomputed:
@@ -139,12 +149,16 @@ class TrainerGroup:
         self._num_wanted = job.roles.trainer
         self._copy_seconds = job.runtime.transfer_timeout_seconds + COPY_MARGIN_SECONDS
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
-        self._step_seconds = job.detector.first_unit_seconds * job.algorithm.ppo_epochs + self._group_seconds
+        self._unit_seconds = job.detector.first_unit_seconds
+        """How long one microbatch may take at a trainer that the others wait for: as long as the newest step took."""
+        self._stall_seconds = job.detector.first_unit_seconds + self._group_seconds
         self._num_mini_batches, self._seed = job.algorithm.mini_batches, job.seed
         self._holders: dict[Member, Holder] = {}
         self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
         self._joining: set[Member] = set()
         self._failed_first_calls: Counter[Member] = Counter()
+        self._failed_joins: Counter[Member] = Counter()
+        self._have_joined: set[Member] = set()  # members of an epoch that was formed
         self._lost: dict[Member, str] = {}
         self.members: dict[Member, TrainerPort] = {}
         self.epoch = 0
@@ -194,7 +208,12 @@ class TrainerGroup:
         self._candidates.pop(member, None)
         self._recorder.set_state(*member, ReplicaState.READY, because)
 
-    async def _call_all(self, calls: Mapping[Member, Awaitable[Any]], grace: float) -> dict[Member, Any]:
+    async def _call_all(
+        self,
+        calls: Mapping[Member, Awaitable[Any]],
+        grace: float,
+        working_at: Mapping[Member, float] = MappingProxyType({}),
+    ) -> dict[Member, Any]:
         """Each member's answer or exception; `late_or_lost` decides when to stop waiting for a member."""
         pending = {member: asyncio.ensure_future(call) for member, call in calls.items()}
         answers: dict[Member, Any] = {}
@@ -205,7 +224,9 @@ class TrainerGroup:
                 now = self._clock.monotonic()
                 new = {m: task.exception() or task.result() for m, task in pending.items() if task.done()}
                 waited = [m for m in pending if m not in new]
-                new |= late_or_lost(waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace)
+                new |= late_or_lost(
+                    waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace, working_at=working_at
+                )
                 # In the order of the calls, which callers rely on.
                 for member in [m for m in pending if m in new]:
                     answers[member] = new[member]
@@ -269,26 +290,32 @@ class TrainerGroup:
                 raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
             await asyncio.sleep(TICK_SECONDS)
 
-    async def regroup(self, because: str, *, with_candidates: bool, trained_only: bool = False) -> None:
+    async def regroup(self, because: str, *, with_candidates: bool) -> None:
         """A new epoch among the remaining members (and the candidates), all at the newest committed state.
-
-        `trained_only`: not at one whose step the ledger does not have as trained, because its groups are given back.
 
         Raises:
             NoTrainerLeft: no trainer has that state.
         """
+        num_failed = 0
         for _ in range(REGROUPS_MAX):
             ports = {m: p for m, p in self.members.items() if m not in self._lost}
             if with_candidates:
                 ports |= self._candidates
-            if await self._join(await self._copy_state(ports, trained_only), because):
+            newcomers = ports.keys() - self._have_joined
+            left_out = newcomers if num_failed >= JOINS_MAX and newcomers != ports.keys() else set()
+            ports = await self._copy_state({m: p for m, p in ports.items() if m not in left_out})
+            if await self._join(ports, because):
+                for member in left_out:
+                    self._lose(member, "no epoch could be formed with it, and one could without it")
                 return
+            answered = self.members.keys() - self._lost.keys()
+            num_failed += bool(ports) and answered >= ports.keys()  # some cannot reach each other
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
-    async def _copy_state(self, ports: Mapping[Member, TrainerPort], trained_only: bool) -> dict[Member, TrainerPort]:
+    async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
         """The trainers that have the newest committed state after the others copied it."""
-        infos, in_history = await self._infos(ports), self._recorder.in_history
-        undone = {m for m, i in infos.items() if not in_history(i.commit, or_assigned=not trained_only)}
+        infos = await self._infos(ports)
+        undone = {m for m, i in infos.items() if not self._recorder.in_history(i.commit, or_assigned=True)}
         choice = choose_state(infos, self.committed_step, undone)
         if choice is None:
             raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
@@ -315,30 +342,43 @@ class TrainerGroup:
         first = next(iter(ports))
         try:
             store = await ports[first].open_store(epoch)
-        except (ReplicaExited, DeadlineExceeded) as e:
-            self._note_losses({first: e})
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of one trainer must not end the controller
+            self._note_failed_joins({first: e})
             return False
         seconds = self._group_seconds
         calls = {m: p.join(epoch, n, len(ports), store, seconds) for n, (m, p) in enumerate(ports.items())}
         answers = await self._call_all(calls, grace=seconds)
-        self._note_losses(answers)
         self.members = {m: p for m, p in ports.items() if answers[m] is None or isinstance(answers[m], PeerLost)}
         for member, answer in answers.items():
             if answer is not None:
                 logger.warning("%s#%d did not join epoch %d: %s", *member, epoch, answer)
+        self._note_failed_joins(answers)
         if any(a is not None for a in answers.values()):
             return False
         self.epoch = epoch
         for member in ports:
             self._candidates.pop(member, None)
+            self._failed_joins.pop(member, None)
             self._recorder.set_state(*member, ReplicaState.SERVING, f"member of epoch {epoch}")
+        self._have_joined = set(ports)
         return True
+
+    def _note_failed_joins(self, answers: Mapping[Member, Any]) -> None:
+        self._note_losses(answers)
+        for member, answer in answers.items():
+            if answer is None or isinstance(answer, PeerLost | ReplicaExited | DeadlineExceeded):
+                continue
+            self._failed_joins[member] += 1
+            because = f"it could not join: {type(answer).__name__}: {answer}"
+            self._exclude(member, because)
+            if self._failed_joins[member] >= JOINS_MAX:
+                self._lose(member, because)
 
     async def recover(self) -> LoadedState:
         """No trainer has the newest state: the run goes on from the newest one left in its history, that of a trainer
         which was not in the epoch, or the newest good checkpoint.
 
-        `committed_step` is then that state's; later training must be undone.
+        `committed_step` is then that state's, whose step may not be in the ledger yet; later training must be undone.
 
         Raises:
             DeadlineExceeded: no trainer arrived.
@@ -348,7 +388,7 @@ class TrainerGroup:
             if member not in self._lost:
                 self._exclude(member, "it does not have the state of the last committed step")
         self.members = {}
-        failure = ""
+        failure, failed = "", Counter[Member]()
         for attempt in range(LOADS_MAX):
             if failure:
                 await asyncio.sleep(attempt * LOAD_PAUSE_SECONDS)
@@ -357,32 +397,38 @@ class TrainerGroup:
             if not infos:
                 failure = "no trainer answered"
                 continue
-            member = min(infos, key=lambda m: (-self._step_of(infos[m]), m))
+            member = min(infos, key=lambda m: (failed[m], -self._step_of(infos[m]), m))
             port = self._candidates[member]
             try:
-                loaded = await self._load_newest(member, port, self._step_of(infos[member]))
+                source, refused = await self._load_newest(member, port, self._step_of(infos[member]))
                 self.committed_step = (await port.commit_record()).step
-                because = f"state taken from {loaded.source}"
-                await self.regroup(because, with_candidates=True, trained_only=True)
-                await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
-                return loaded
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
                 failure = str(e)
+                continue
+            except Exception as e:
+                if not (isinstance(e, CheckpointCorrupt) or is_code_error(e)):
+                    raise
+                failure = str(e) if isinstance(e, CheckpointCorrupt) else f"{type(e).__name__}: {e}"
+                self._exclude(member, f"it cannot take a state: {failure}")
+                failed[member] += 1
+                continue
+            try:
+                await self.regroup(f"state taken from {source}", with_candidates=True)
+                await self.reset_step(self.committed_step + 1)  # its groups may be other ones than before
+                commit, result = await self.newest_commit()
+                return LoadedState(source=source, refused=refused, commit=commit, result=result)
             except NoTrainerLeft as e:
-                failure = str(e)
-            except CheckpointCorrupt as e:
-                self._exclude(member, f"it cannot read the checkpoints: {e}")
                 failure = str(e)
         raise StateNotLoaded(f"no trainer could take a state in {LOADS_MAX} attempts, last: {failure}")
 
     def _step_of(self, info: TrainerInfo) -> int:
         """Step of a trainer's state; -1: it has none of the run's history, or that of the beginning."""
-        return info.commit.step if info.has_state and self._recorder.in_history(info.commit) else -1
+        return info.commit.step if info.has_state and self._recorder.in_history(info.commit, or_assigned=True) else -1
 
-    async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> LoadedState:
+    async def _load_newest(self, member: Member, port: TrainerPort, own_step: int) -> tuple[str, tuple[str, ...]]:
         """Lets one trainer load, unless its own state is as new; this controller tells it which checkpoint, so that all
-        of its ranks load the same."""
+        of its ranks load the same. Returns source and refused checkpoints, as in `LoadedState`."""
         found = await port.list_checkpoints(self._folder)
         choice = choose(found, self._recorder.in_history)
         refused, damage = list(choice.refused), [info.damage for info in found if info.commit is None]
@@ -391,7 +437,7 @@ class TrainerGroup:
                 break
             try:
                 await self._load(port, info.path)
-                return LoadedState(source=info.path, refused=tuple(refused))
+                return info.path, tuple(refused)
             except CheckpointCorrupt as e:
                 refused.append(str(e))
                 damage.append(str(e))
@@ -399,8 +445,8 @@ class TrainerGroup:
             raise CheckpointCorrupt(path=self._folder, reason=f"none can be read: {damage[0]}")
         if own_step < 0:
             await self._load(port, "")
-            return LoadedState(source="the beginning", refused=tuple(refused))
-        return LoadedState(source=f"{member[0]}#{member[1]}, step {own_step}", refused=tuple(refused))
+            return "the beginning", tuple(refused)
+        return f"{member[0]}#{member[1]}, step {own_step}", tuple(refused)
 
     async def _load(self, port: TrainerPort, path: str) -> None:
         try:
@@ -426,6 +472,8 @@ class TrainerGroup:
                 if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
                     raise StepFailed(f"step {plan.step}: trainers committed different gradients after an agreed vote")
                 self.committed_step = plan.step
+                if attempt == 1 and not plan.resumed:
+                    self._unit_seconds = max(r.seconds for r in results)
                 for bad in not_finite.values():
                     by = next(r.replica for r in results if bad.microbatch_id in r.my_microbatches)
                     self._recorder.event(_recomputed(bad, by, finite=True))
@@ -478,35 +526,49 @@ class TrainerGroup:
         names = [replica for replica, _ in self.members]
         parts = mini_batches(plan.ids, step=plan.step, number=self._num_mini_batches, seed=self._seed)
         shares = assign(interleaved(parts), computed, names)
-        calls = {
-            member: port.train_step(
-                self.epoch,
-                plan.step,
-                [by_id[i] for i in shares[member[0]]],
-                plan.ids,
-                plan.ledger,
-                names,
-                self._step_seconds,
-                first,
-            )
-            for member, port in self.members.items()
-        }
-        return await self._call_all(calls, grace=self._group_seconds)
+        progress = StepProgress(started_at=self._clock.monotonic(), unit_seconds=self._unit_seconds)
+        calls = {}
+        for member, port in self.members.items():
+            mine = [by_id[i] for i in shares[member[0]]]
+            train = partial(port.train_step, self.epoch, plan.step, mine, plan.ids, plan.ledger, names, first)
+            calls[member] = self._watched(member, port, train, progress)
+        return await self._call_all(calls, grace=self._group_seconds, working_at=progress.working_at)
+
+    async def _watched(
+        self, member: Member, port: TrainerPort, train: Callable[[], Awaitable[StepResult]], progress: StepProgress
+    ) -> StepResult:
+        """The member's answer. A step may take any time; notes meanwhile how the work grows.
+
+        Raises:
+            DeadlineExceeded: no member has computed a microbatch for too long.
+        """
+        answer = asyncio.ensure_future(train())
+        try:
+            while not (await asyncio.wait({answer}, timeout=PROGRESS_SECONDS))[0]:
+                with suppress(Exception):  # a lost member has no answer; an unanswered question is no progress
+                    progress.add(member, (await port.info()).num_computed, self._clock.monotonic())
+                if progress.stands_still(self._clock.monotonic(), self._stall_seconds):
+                    raise DeadlineExceeded(waited_for=f"{port} to compute a microbatch", seconds=self._stall_seconds)
+            return answer.result()
+        finally:
+            answer.cancel()
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
-        """The members' commit record, and the result of that step if a member still has it.
+        """The members' newest commit record, and the result of that step if one still has it.
 
         Raises:
             NoTrainerLeft: no member answered.
         """
+        found: list[tuple[CommitRecord, StepResult | None]] = []
         for member, port in list(self.members.items()):
             try:
-                commit, result = await port.commit_record(), await port.last_result()
+                found.append((await port.commit_record(), await port.last_result()))
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
-                continue
-            return commit, result if result is not None and result.commit.step == commit.step else None
-        raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
+        if not found:
+            raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
+        commit, _ = max(found, key=lambda f: f[0].step)
+        return commit, next((r for _, r in found if r is not None and r.commit.step == commit.step), None)
 
     async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
         """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)
@@ -546,8 +608,9 @@ class TrainerGroup:
         for member in (*others, *(m for m in self.members if m in failed)):
             try:
                 return member, await self.members[member].take_snapshot()
-            except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:
-                logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, e)
+            except Exception as e:  # noqa: BLE001 deliberate: of one trainer, it must not end the controller
+                what = f"{type(e).__name__}: {e}"
+                logger.warning("%s#%d could not copy its state for a checkpoint: %s", *member, what)
         return None
 
     async def write_checkpoint(self, writer: Member, step: int) -> WrittenCheckpoint | None:

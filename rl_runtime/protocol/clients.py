@@ -1,4 +1,4 @@
-"""Controller-to-replica calls: one small Protocol at the edge, and typed ports with a deadline on every call.
+"""Controller-to-replica calls: one small Protocol at the edge, and typed ports with a deadline on every short call.
 
 A client carries a call to one incarnation of one replica. It raises the remote method's exception, or `ReplicaExited`
 when the process is gone (Ray: the actor died; tests: a scripted death). A call that exceeds its deadline raises
@@ -137,11 +137,11 @@ class TrainerPort(RoleClient):
         all_ids: Sequence[str],
         ledger: ChainHead,
         members: Sequence[ReplicaId],
-        seconds: float,
         first: Sequence[ComputedMicrobatch] = (),
     ) -> StepResult:
+        """Without a deadline: the caller watches how many microbatches `info` counts."""
         args = (self.incarnation, epoch, step, list(mine), list(all_ids), ledger, list(members), list(first))
-        return cast(StepResult, await self._ask(seconds, "train_step", *args))
+        return cast(StepResult, await self.client.call("train_step", *args))
 
     async def copy_from(self, holder: Holder, seconds: float) -> None:
         await self._ask(seconds, "copy_from", holder)

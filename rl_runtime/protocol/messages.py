@@ -330,4 +330,5 @@ class TrainerInfo:
     commit: CommitRecord
     holder: Holder
     computed: tuple[str, ...]  # microbatches of the running step whose gradients it holds
+    num_computed: int  # microbatches computed since the process started, in any update of any step
     joined_epoch: int

@@ -306,6 +306,8 @@ class PartialStep:
 
     def __init__(self, num_parameters: int, device: torch.device | str = "cpu") -> None:
         self._step, self._update = 0, 0
+        self.num_added = 0
+        """Microbatches since the beginning."""
         self._sum = torch.zeros(num_parameters, dtype=torch.float64, device=device)
         self._done: dict[str, tuple[Microbatch, MicrobatchStats]] = {}
         self._lock = threading.Lock()
@@ -331,6 +333,7 @@ class PartialStep:
         with self._lock:
             self._sum += gradient
             self._done[microbatch.microbatch_id] = (microbatch, stats)
+            self.num_added += 1
 
     def has(self, microbatch_id: str) -> bool:
         with self._lock:

@@ -169,6 +169,7 @@ class TrainerReplica:
             commit=commit,
             holder=holder,
             computed=computed,
+            num_computed=self._partial.num_added,
             joined_epoch=self._joined_epoch,
         )
 

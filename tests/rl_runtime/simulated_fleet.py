@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.config.job import JobConfig
@@ -123,7 +123,7 @@ class Collective:
         arrived[member] = value
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.fleet.job.runtime.group_timeout_seconds
-        while len(arrived) < self.size:
+        while len(arrived) < self.size or self.fleet.unreachable & self.joined.keys():
             gone = [m for m, p in self.joined.items() if p.dead.is_set() or m in self.left]
             if gone:
                 raise PeerLost(epoch=self.epoch, because=f"connection closed by {gone[0]}")
@@ -141,6 +141,7 @@ class FakeTrainer(_FakeReplica):
         self.commit, self.has_state = protocol.first_commit(), member[1] == 1
         self.lineage = "first"
         self.computed: dict[str, protocol.Microbatch] = {}
+        self.num_computed = 0
         self.group: Collective | None = None
         self.joined_epoch = -1
         self.last: protocol.StepResult | None = None
@@ -158,6 +159,7 @@ class FakeTrainer(_FakeReplica):
             commit=self.commit,
             holder=self.holder,
             computed=tuple(sorted(self.computed)),
+            num_computed=self.num_computed,
             joined_epoch=self.joined_epoch,
         )
 
@@ -225,6 +227,7 @@ class FakeTrainer(_FakeReplica):
             if epoch != self.joined_epoch or step != self.commit.step + 1:
                 raise StaleIncarnation(replica=self.replica, wanted=f"{self.joined_epoch}", got=f"{epoch}/{step}")
             assert self.group is not None and self.group.size == len(members)
+            started = asyncio.get_running_loop().time()
             plan = {m.microbatch_id: m for m in mine}
             if any(plan.get(i) != m for i, m in self.computed.items()):
                 self.computed = {}
@@ -233,11 +236,14 @@ class FakeTrainer(_FakeReplica):
                     if self.raises:
                         self._leave()
                         raise self.raises.pop(0)
-                    await asyncio.sleep(MICROBATCH_SECONDS)
+                    await asyncio.sleep(self.fleet.microbatch_seconds(self.replica))
                     self.fleet.check_microbatch(step, microbatch)
                     self.fleet.check_hybrids()
                     self.computed[microbatch.microbatch_id] = microbatch
-            return await self._commit(epoch, step, list(all_ids), ledger, first)
+                    self.num_computed += 1
+            result = await self._commit(epoch, step, list(all_ids), ledger, first)
+            self.last = replace(result, seconds=asyncio.get_running_loop().time() - started)
+            return self.last
 
     async def _commit(
         self, epoch: int, step: int, all_ids: list[str], ledger: ChainHead, first: Sequence[ComputedMicrobatch]
@@ -283,7 +289,7 @@ class FakeTrainer(_FakeReplica):
         self.fleet.optimizer.setdefault(step, {})[digest] = self.commit
         rewards = [s.reward for g in groups for s in g.samples if s.is_over]
         num_tokens = sum(g.num_tokens for g in groups)
-        self.last = protocol.StepResult(
+        return protocol.StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
             commit=self.commit,
@@ -292,13 +298,12 @@ class FakeTrainer(_FakeReplica):
             reward=sum(rewards) / len(rewards) if rewards else None,
             num_tokens=num_tokens,
             health=health(HealthSums(tokens=num_tokens, entropy=float(num_tokens), ratio=float(num_tokens))),
-            seconds=0.1,
+            seconds=0.0,
             my_microbatches=tuple(sorted(ballots[me])),
             log_ratio_max=0.0,
             compared=tuple(self._compared(u, owners[u.microbatch_id][0]) for u in first)
             or tuple(ComparedMicrobatch(first=u, by="", again=None, verdict=CheckVerdict.SEVERAL) for u in unusual),
         )
-        return self.last
 
     def _computed(self, by: Member, microbatch: Microbatch) -> ComputedMicrobatch:
         return ComputedMicrobatch(
@@ -624,6 +629,7 @@ class SimulatedProcess:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     running: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
+    is_replaced: bool = False
 
     def __post_init__(self) -> None:
         self.running.set()
@@ -667,6 +673,8 @@ class FakeClient:
     async def _perform(self, method: str, args: tuple[Any, ...]) -> Any:
         await self._process.running.wait()
         try:
+            if (failure := self._fleet.fails(self._process.member, method)) is not None:
+                raise failure
             result = getattr(self._process.body, method)(*args)
             return await result if asyncio.iscoroutine(result) else result
         finally:
@@ -698,6 +706,7 @@ class SimulatedFleet:
         self.dead_seconds, self.hung_seconds, self.spawn_seconds = 0.2, 3.0, 1.0
         self.processes: dict[Member, SimulatedProcess] = {}
         self.collectives: dict[int, Collective] = {}
+        self.microbatch_seconds: Callable[[ReplicaId], float] = lambda replica: MICROBATCH_SECONDS
         self.checkpoints: dict[int, tuple[CommitRecord, str]] = {}
         """Step -> commit, lineage."""
         self.write_seconds: Callable[[], float] = lambda: 0.05
@@ -706,6 +715,10 @@ class SimulatedFleet:
         """Whether a write goes on when its process is dead for the others: it is cut off, the file system is not."""
         self.load_fails: Callable[[str], Exception | None] = lambda path: None
         """What a trainer raises that is to load a checkpoint; the path is empty for the initial state."""
+        self.fails: Callable[[Member, str], Exception | None] = lambda member, method: None
+        """The exception of a process's own code in a call."""
+        self.unreachable: set[Member] = set()
+        """Trainers that no process group reaches."""
         self.list_fails: Callable[[str], Exception | None] = lambda folder: None
         self.parents: dict[str, str] = {}
         """Gradient digest -> that of the step before, on whose state it was computed; `first`: none."""
@@ -816,6 +829,9 @@ class SimulatedFleet:
         await asyncio.sleep(seconds * self.rng.uniform(0.5, 1.5))
         if process.running.is_set() and not process.dead.is_set():
             return  # it came to itself
+        if process.is_replaced:
+            return  # it was killed while it hung
+        process.is_replaced = True
         wanted = Desired(replica=replica, incarnation=incarnation + 1, node=NodeId("node-0"), because="found dead")
         self.journal.set_desired(wanted)
         await asyncio.sleep(0.05)

@@ -166,7 +166,8 @@ class DetectorConfig(Section):
     """Deadline of start, compilation and the first unit of work of an incarnation. A replacement must have started, and
     copied the state, within three times the longest start, or copy, that the run has seen of its role, at least 30 s,
     at most this. A standby that has started and waits must send heartbeats within 30 s, or within this where it is
-    less. The runtime itself gives up a start after twice this."""
+    less. The runtime itself gives up a start after twice this, and a step in which no trainer has computed a microbatch
+    for this and `runtime.group_timeout_seconds`."""
     slow_ratio: Annotated[float, Field(gt=1)] = 1.5
     """The sequential test detects replicas slower than their peers by this factor; half of its logarithm is allowed
     drift. For a replica without peers at work, compared with its own past alone, all of it is, and the factor is 2 at

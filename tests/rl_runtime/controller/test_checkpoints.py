@@ -59,6 +59,15 @@ class Run:
             for _ in range(3):
                 await asyncio.sleep(0)
 
+    async def last(self, step: int) -> None:
+        async def copied() -> None:
+            copies.append(len(self.trainers.tried))
+
+        copies: list[int] = []
+        before = len(self.trainers.tried)
+        await self.checkpoints.last(step, before_write=copied)
+        assert copies == list(range(before, len(self.trainers.tried))), "before each attempt to write"
+
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 10.0))
@@ -110,10 +119,10 @@ def test_the_last_one_is_awaited(bad: tuple[int, ...]) -> None:
     async def test() -> None:
         a = Run(Trainers(bad))
         await a.steps(1)
-        await a.checkpoints.last(0)
+        await a.last(0)
         assert a.written == ([] if len(bad) == 2 else [("step-0", 0)])
         assert len(a.trainers.tried) == min(2, len(bad) + 1)
-        await a.checkpoints.last(0)
+        await a.last(0)
         assert len(a.written) < 2, "it is there"
 
     run(test())
@@ -138,7 +147,7 @@ def test_a_step_that_is_trained_again_is_written_again() -> None:
         a = Run(Trainers())
         await a.steps(2)
         await a.checkpoints.before_return()
-        await a.checkpoints.last(1)
+        await a.last(1)
         assert a.written == [("step-1", 1)] * 2
 
     run(test())

@@ -207,7 +207,7 @@ def test_only_a_part_of_an_evaluation_is_on_the_engines_at_once(tmp_path: Path) 
 
 
 def test_after_a_return_to_a_checkpoint_discarded_versions_are_evaluated_again(tmp_path: Path) -> None:
-    """All trainers die after version 10 was evaluated, and the newest checkpoint is of version 5."""
+    """All trainers die after version 10 was evaluated, and the newest checkpoint is of version 9."""
 
     async def script(world: World) -> None:
         while not any(e["step"] == 10 for e in world.events(EventKind.EVALUATION_FINISHED)):
@@ -215,11 +215,11 @@ def test_after_a_return_to_a_checkpoint_discarded_versions_are_evaluated_again(t
         for index in range(world.job.roles.trainer):
             world.fleet.kill(f"trainer/{index}")
 
-    config = small_job(evaluation={"every_steps": 2, "num_prompts": NUM}, checkpoint__every_steps=7)
-    world = World(config, tmp_path, 4, script=script).run()
+    job = {"num_steps": 16, "evaluation": {"every_steps": 2, "num_prompts": NUM}, "checkpoint__every_steps": 9}
+    world = World(small_job(**job), tmp_path, 4, script=script).run()
     world.check()
     steps = [r["step"] for r in results(world)]
-    assert steps.count(10) == 2 and steps[-1] == 12
+    assert steps.count(10) == 2 and steps[-1] == 16
 
 
 # --- pure parts

@@ -21,6 +21,7 @@ from rolecall.rl_runtime.controller.step_plan import (
     LoopAction,
     LoopState,
     StepPlan,
+    StepProgress,
     TrainerChanges,
     Wait,
     choose_state,
@@ -298,6 +299,21 @@ def test_late_and_lost_members_are_not_waited_for(
     assert {m: type(e) for m, e in found.items()} == ended
 
 
+def test_a_member_that_still_computes_is_not_late() -> None:
+    progress = StepProgress(started_at=0.0, unit_seconds=4.0)
+    for at, num_computed in [(0.0, 7), (3.0, 7), (4.0, 8), (7.0, 8), (9.0, 8)]:
+        progress.add(T0, num_computed, at)
+    assert progress.working_at == {T0: 7.0}, "at 9.0 its microbatch takes too long"
+
+    def late(now: float) -> list[Member]:
+        rest: dict[str, Any] = {"now": now, "grace_seconds": 3.0, "working_at": progress.working_at}
+        return list(late_or_lost([T0, T1], {}, failed_at=5.0, **rest))
+
+    assert (late(8.0), late(8.1), late(10.0), late(10.1)) == ([], [T1], [T1], [T0, T1])
+    assert not progress.stands_still(9.0, 5.0) and progress.stands_still(9.1, 5.0)
+    assert StepProgress(started_at=1.0, unit_seconds=4.0).stands_still(6.1, 5.0)
+
+
 EXITED = ReplicaExited(replica=T1[0], incarnation=1, because="killed")
 LATE = DeadlineExceeded(waited_for="trainer/1#1", seconds=3.0)
 PEER = PeerLost(epoch=2, because="connection reset")
@@ -362,6 +378,7 @@ def info(member: Member, step: int | None, epoch: int = 1) -> TrainerInfo:
         commit=commit,
         holder=Holder(replica=member[0], incarnation=member[1], host="host", port=1),
         computed=(),
+        num_computed=0,
         joined_epoch=epoch,
     )
 

@@ -99,7 +99,7 @@ def test_computed_parts_are_kept_and_extended(trainer: Spied) -> None:
     assert trainer.info(HOLDER).computed == ("0.0", "0.1")
     take_step(trainer, 0, [microbatches[n] for n in (3, 1, 0, 2)])
     assert counted == ["0.0", "0.1", "0.3", "0.2"], "nothing is computed twice"
-    assert trainer.info(HOLDER).computed == ()
+    assert (trainer.info(HOLDER).computed, trainer.info(HOLDER).num_computed) == ((), 4)
 
 
 def test_starts_again_when_a_microbatch_is_taken_away_or_has_other_content(trainer: Spied) -> None:

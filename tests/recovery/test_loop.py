@@ -105,7 +105,7 @@ def test_a_slow_replica_is_tolerated_without_a_horizon(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.run(20, watch)
     incident = world.only()
-    assert incident.outcome is IncidentOutcome.TOLERATED and "no horizon" in incident.because
+    assert incident.outcome is IncidentOutcome.TOLERATED and "horizon_seconds is not set" in incident.because
     assert world.kinds() == ["incident_opened", "plan_created", "incident_closed"]
 
 

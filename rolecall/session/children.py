@@ -48,14 +48,25 @@ class Child:
     run: RunDir
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    complained: bool = False
 
     def start(self) -> None:
-        self.starts += 1
+        """Raises OSError: no further process, or no log file, can be made now."""
         env = {**os.environ, RUN_ENV: str(self.run.path)}
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 self.argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, start_new_session=True
             )
+        self.starts += 1
+
+    def start_again(self) -> None:
+        """As soon as that is possible: call it until it has started."""
+        try:
+            self.start()
+        except OSError as e:
+            if not self.complained:
+                logger.error("%s cannot be started again: %s", " ".join(self.argv[:4]), e)
+        self.complained = self.died() is not None
 
     def died(self) -> int | None:
         return None if self.process is None else self.process.poll()

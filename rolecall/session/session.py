@@ -251,17 +251,19 @@ class Session:
             )
             journal.append(OncallPaged(topic="watch", because=because, channel=NO_CHANNEL), key="watch-gave-up")
             return
-        journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))
-        watch.start()
+        pid = watch.process.pid if watch.process is not None else 0
+        because = f"exited with code {code}"
+        journal.append(ComponentRestarted(what="watch", node="", because=because), key=f"watch-ended:{pid}")
+        watch.start_again()
 
     def _keep_loggers(self, screen: Screen) -> None:
         """Starts the process that writes metrics again, where it stopped; it ends by itself with code 0."""
         loggers = self.loggers
         if loggers is None or not loggers.died() or loggers.starts >= LOGGERS_STARTS_MAX:
             return
-        if loggers.starts == 1:
+        if loggers.starts == 1 and not loggers.complained:
             screen.add_line(f"metrics are not written: {loggers.log} has the reason; trying again")
-        loggers.start()
+        loggers.start_again()
 
     def _finish_loggers(self, screen: Screen) -> None:
         if self.loggers is not None and not self.loggers.finish(LOGGERS_SECONDS):

@@ -5,6 +5,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
 
@@ -176,6 +177,39 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
     finally:
         first.kill()
         first.wait(10)
+        watch.stop()
+        journal.close()
+
+
+def test_a_watch_that_cannot_be_started_again_now_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(
+        job=demo_job(seed=1, num_steps=1, injection_allowed=False),
+        root=tmp_path,
+        run_id="no-process",
+        schedule=FaultSchedule(1, ()),
+        show=False,
+        minutes_max=10,
+        clock=FakeClock(),
+    )
+    run, journal = session._create()
+    watch = Child([sys.executable, "-c", "import signal; signal.pause()"], run.logs / "watch.log", run)
+    watch.start()
+    first = watch.process
+    assert first is not None
+    try:
+        first.kill()
+        eventually(lambda: first.poll() is not None, "the watch ends")
+        with monkeypatch.context() as patched:
+            patched.setattr("subprocess.Popen", Mock(side_effect=BlockingIOError("no further process")))
+            session._keep_watch(watch, journal)
+            session._keep_watch(watch, journal)
+        assert (watch.starts, watch.process) == (1, first)
+        session._keep_watch(watch, journal)
+        assert watch.starts == 2 and watch.died() is None
+        assert len(journal.events(kinds=[EventKind.COMPONENT_RESTARTED])) == 1
+    finally:
         watch.stop()
         journal.close()
 

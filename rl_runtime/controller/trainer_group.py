@@ -28,6 +28,7 @@ from rolecall.core.errors import (
     ProofMismatch,
     RolecallError,
     StaleIncarnation,
+    WireError,
 )
 from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.core.journal.payloads.run import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
@@ -330,7 +331,8 @@ class TrainerGroup:
                 self._holders[member] = infos[member].holder
             elif not isinstance(answer, ReplicaExited | DeadlineExceeded):
                 logger.warning("%s#%d could not copy the state: %s", *member, answer)
-                self._exclude(member, f"could not copy the state: {answer}")
+                is_own = not isinstance(answer, PeerLost | ProofMismatch | WireError)  # those are perhaps the holder's
+                self._exclude_failed(member, f"could not copy the state: {answer}", is_own=is_own)
         return {m: ports[m] for m in sorted(self._holders) if m not in self._lost}
 
     async def _join(self, ports: Mapping[Member, TrainerPort], because: str) -> bool:
@@ -368,11 +370,14 @@ class TrainerGroup:
         for member, answer in answers.items():
             if answer is None or isinstance(answer, PeerLost | ReplicaExited | DeadlineExceeded):
                 continue
-            self._failed_joins[member] += 1
-            because = f"it could not join: {type(answer).__name__}: {answer}"
-            self._exclude(member, because)
-            if self._failed_joins[member] >= JOINS_MAX:
-                self._lose(member, because)
+            self._exclude_failed(member, f"it could not join: {type(answer).__name__}: {answer}")
+
+    def _exclude_failed(self, member: Member, because: str, *, is_own: bool = True) -> None:
+        """It may try again, but not for ever where its own code fails: nothing would be trained meanwhile."""
+        self._exclude(member, because)
+        self._failed_joins[member] += is_own
+        if self._failed_joins[member] >= JOINS_MAX:
+            self._lose(member, because)
 
     async def recover(self) -> LoadedState:
         """No trainer has the newest state: the run goes on from the newest one left in its history, that of a trainer

@@ -99,10 +99,15 @@ def test_a_trainer_that_cannot_copy_its_state_leaves_the_checkpoint_to_another_o
     assert [b["step"] for b in w.events(EventKind.CHECKPOINT_WRITTEN)] == [1, 3, 5]
 
 
-@pytest.mark.parametrize("method", ["open_store", "join"])
-@pytest.mark.parametrize("failing", [("trainer/0", 1), ("trainer/0", 2)])
+@pytest.mark.parametrize(
+    ("method", "failing", "what"),
+    [
+        *((m, ("trainer/0", n), "it could not join: OSError") for m in ("open_store", "join") for n in (1, 2)),
+        ("copy_from", ("trainer/0", 2), "could not copy the state"),
+    ],
+)
 def test_a_trainer_that_fails_to_join_by_its_own_code_is_given_up(
-    tmp_path: Path, method: str, failing: tuple[str, int]
+    tmp_path: Path, method: str, failing: tuple[str, int], what: str
 ) -> None:
     async def script(w: World) -> None:
         w.fleet.fails = lambda member, called: OSError("no address") if (member, called) == (failing, method) else None
@@ -112,7 +117,7 @@ def test_a_trainer_that_fails_to_join_by_its_own_code_is_given_up(
     w = world(tmp_path, script, num_steps=30).run()
     assert w.check().groups_undone == 0 and len(w.controllers) == 1
     [lost] = [b for b in w.events(EventKind.REPLICA_LOST) if (b["replica"], b["incarnation"]) == failing]
-    assert lost["because"] == "it could not join: OSError: no address"
+    assert lost["because"] == f"{what}: no address"
 
 
 @pytest.mark.parametrize("method", ["list_checkpoints", "load_checkpoint"])

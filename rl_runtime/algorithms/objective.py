@@ -178,12 +178,13 @@ def batch_on(device: torch.device, batch: Batch) -> Batch:
 
 
 def parts_of(batch: Batch, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> list[Batch]:
-    """These rows of the batch, each part up to its own column `ends`; the batch itself if it is one part.
+    """These rows of the batch, each part up to its own column `ends`; the batch itself if one part has all its rows in
+    their order.
 
     The first part has the batch's known sums. A part has no groups, so a divergence in the reward must be part of its
     advantages before (`with_divergence`).
     """
-    if len(rows) == 1 and len(rows[0]) == len(batch.tokens_st):
+    if len(rows) == 1 and list(rows[0]) == list(range(len(batch.tokens_st))):
         return [batch]
 
     def part(number: int) -> Batch:

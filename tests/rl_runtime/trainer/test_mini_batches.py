@@ -441,15 +441,19 @@ def test_chunks_of_a_token_budget_are_the_whole_batch(name: str) -> None:
     team.close()
 
 
+@pytest.mark.parametrize("budget", [BUDGET, 10_000])
 @pytest.mark.parametrize("name", ["rloo", "ppo", "tppo", "grpo, sample"])
-def test_chunks_change_no_statistics(name: str) -> None:
-    found = []
-    for budget in (None, BUDGET):
-        algorithm = {**ALGORITHMS[name], **STEPPED, "microbatch_tokens_max": budget}
+def test_chunks_change_neither_statistics_nor_weights(name: str, budget: int) -> None:
+    """The rows of a chunk are ordered by length, also where all fit into one."""
+    found, states = [], []
+    for tokens_max in (None, budget):
+        algorithm = {**ALGORITHMS[name], **STEPPED, "microbatch_tokens_max": tokens_max}
         team = team_of(job_of(algorithm, 2), 1)
         found.append(team.step()[0])
+        states.append(weights(team.members[0].state))
         team.close()
     whole_one, chunked = found
+    assert distance(states[1], states[0]) <= EXACT
     assert chunked.num_tokens == whole_one.num_tokens
     assert chunked.log_ratio_max == pytest.approx(whole_one.log_ratio_max, rel=1e-12)
     assert chunked.health.to_dict() == pytest.approx(whole_one.health.to_dict(), rel=1e-9, abs=1e-12)

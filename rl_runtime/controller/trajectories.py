@@ -275,6 +275,12 @@ class ReassignedRequests:
 NOTHING: Final = ReassignedRequests(group_ids=(), num_requests=0, tokens_kept=0)
 
 
+def _num_proven(chunk: TokenChunk, proven_version: int) -> int:
+    """Tokens before the first one of a version that the engine has not proven, or of none at all."""
+    proven = (v == ENVIRONMENT_VERSION or 0 <= v <= proven_version for v in chunk.versions)
+    return next((i for i, is_proven in enumerate(proven) if not is_proven), len(chunk.tokens))
+
+
 class TrajectoryTable:
     """All open groups. Owned by the controller's loop."""
 
@@ -412,8 +418,7 @@ class TrajectoryTable:
             ):
                 continue
             start = len(trajectory.tokens) - chunk.offset
-            stop = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
-            stop = min(stop, trajectory.request.max_response_tokens - chunk.offset)
+            stop = min(_num_proven(chunk, proven_version), trajectory.request.max_response_tokens - chunk.offset)
             if start < stop:
                 trajectory.tokens.extend(chunk.tokens[start:stop])
                 trajectory.logprobs.extend(chunk.logprobs[start:stop])
@@ -479,7 +484,7 @@ class TrajectoryTable:
             self._let_go(trajectory)
             self.groups[trajectory.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
-            if not trajectory.finished and any(v > proven_version for v in chunk.versions):
+            if not trajectory.finished and _num_proven(chunk, proven_version) < len(chunk.tokens):
                 # These may be of a discarded policy: the run returned to a checkpoint, and the controller died before
                 # it notified the engine. That version number later belongs to another policy. The request continues
                 # from the proven tokens.
@@ -492,7 +497,7 @@ class TrajectoryTable:
         if is_held_out(request.group_id):
             return False
         number = group_number(request.group_id)
-        proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
+        proven = _num_proven(chunk, proven_version)
         later = (
             t
             for t in self._by_request.values()

@@ -191,6 +191,9 @@ class RolloutReplica:
             self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
 
     def _add(self, engine: VllmEngine, requests: Sequence[GenerationRequest]) -> None:
+        if self._serving is None:  # an update failed since they were taken, and the version before did not come back
+            self._buffer.forget([request.request_id for request in requests])  # their owner sends or moves them
+            return
         for request in requests:
             if not self._buffer.begin(request):
                 continue  # dropped before it was started

@@ -79,6 +79,14 @@ def test_tokens_of_a_version_that_is_not_proven_wait_until_it_is() -> None:
     assert t.take(A, [mixed], proven_version=4) == [G] and tokens(t, 0) == [5, 6, 7]
 
 
+def test_tokens_made_without_proven_weights_are_never_taken() -> None:
+    t = table(1)
+    made = TokenChunk(
+        request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(0, 0, 0), versions=(3, -1, -1), finished=True
+    )
+    assert t.take(A, [made], proven_version=4) == [] and tokens(t, 0) == [5]
+
+
 def test_a_lost_engines_requests_continue_from_their_tokens() -> None:
     t = table()
     t.take(A, [chunk(0, 0, [5, 6]), chunk(1, 0, [7], finished=True)], 0)

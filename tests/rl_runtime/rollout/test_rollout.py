@@ -106,6 +106,24 @@ def test_when_the_version_before_does_not_come_back_nothing_is_generated(rig: Ri
     assert rig.replica.info().policy_version == 2
 
 
+def test_a_request_that_came_during_a_failed_update_is_not_started_on_its_weights(rig: Rig) -> None:
+    rig.serve(0)
+    came: list[str] = []
+
+    def tamper(stored: dict[str, torch.Tensor]) -> None:
+        flip(stored)
+        if not came:
+            came.append("g.1")
+            rig.submit(request("g.1"))
+
+    rig.scripted.tamper = tamper
+    with pytest.raises(ProofMismatch):
+        rig.replica.update_weights(1, 1, rig.publish(1), [rig.holder])
+    rig.replica._thread.call(lambda engine: None, PATIENCE_SECONDS, "do what is queued")
+    assert came and rig.scripted.num_in_flight == 0
+    assert rig.replica.tokens_since(1, {"g.1": 0}).unknown == ("g.1",)
+
+
 def test_storage_that_changed_unexpectedly_fails_the_next_proof(rig: Rig) -> None:
     manifest = rig.serve(0)
     rig.scripted.storage_tensors["w"].view(torch.int32)[1] ^= 1

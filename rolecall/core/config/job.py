@@ -421,6 +421,11 @@ class JobConfig(Section):
                     self.environment is None or not self.algorithm.has_critic,
                     f"environment: the critic of {self.algorithm.name} values single answers: choose grpo, for example",
                 ),
+                (
+                    not self.sampling.stop or self.algorithm.name is not AlgorithmName.TPPO,
+                    "sampling.stop: tppo generates an answer in windows, and a text that begins in one and ends in the "
+                    "next would not be recognised: choose ppo, or end answers by a token",
+                ),
             ]
         found = [why for holds, why in rules if not holds]
         if found:

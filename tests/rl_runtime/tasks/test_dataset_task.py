@@ -502,6 +502,16 @@ def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPat
         ({"reward": "exact"}, "reward: no meaning without data"),
         ({"sampling": {"stop": ["\n"]}}, "sampling.stop: no meaning without data"),
         (
+            {
+                "model": {"path": "m"},
+                "data": {"path": "x"},
+                "reward": "exact",
+                "sampling": {"stop": ["\n"]},
+                "algorithm": {"name": "tppo"},
+            },
+            "sampling.stop: tppo generates an answer in windows",
+        ),
+        (
             {"model": {"path": "m"}, "data": {"path": "x"}, "reward": "exact", "task": {}},
             "task: the job has data: give one",
         ),

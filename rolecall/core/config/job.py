@@ -423,8 +423,7 @@ class JobConfig(Section):
                 ),
                 (
                     not self.sampling.stop or self.algorithm.name is not AlgorithmName.TPPO,
-                    "sampling.stop: tppo generates an answer in windows, and a text that begins in one and ends in the "
-                    "next would not be recognised: choose ppo, or end answers by a token",
+                    "sampling.stop: tppo generates an answer in windows, which would split such texts: choose ppo",
                 ),
             ]
         found = [why for holds, why in rules if not holds]

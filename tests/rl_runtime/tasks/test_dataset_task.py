@@ -509,7 +509,7 @@ def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPat
                 "sampling": {"stop": ["\n"]},
                 "algorithm": {"name": "tppo"},
             },
-            "sampling.stop: tppo generates an answer in windows",
+            "sampling.stop: tppo generates an answer in windows, which would split",
         ),
         (
             {"model": {"path": "m"}, "data": {"path": "x"}, "reward": "exact", "task": {}},

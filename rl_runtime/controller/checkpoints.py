@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from rolecall.rl_runtime.controller.background_tasks import Tasks
 from rolecall.rl_runtime.controller.trainer_group import TrainerGroup
+from rolecall.rl_runtime.protocol.clients import within
 from rolecall.rl_runtime.protocol.membership import Member
 
 
@@ -42,15 +43,19 @@ class Checkpoints:
         await self._settled()
         self._newest = -1
 
-    async def last(self, step: int, *, before_write: Callable[[], Awaitable[None]]) -> None:
+    async def last(self, step: int, *, copy_seconds: float, before_write: Callable[[], Awaitable[None]]) -> None:
         """Returns when there is a checkpoint of `step` or a later one, or no trainer could write it; each one tries at
-        most once. `before_write`: called once a trainer has copied its state."""
+        most once. `before_write`: called once a trainer has copied its state.
+
+        Raises DeadlineExceeded: no trainer has copied its state within `copy_seconds`.
+        """
         await self._settled()
         self._failed = set()
         for _ in range(len(self._trainers.members)):
             if self._newest >= step:
                 return
-            if (taken := await self._trainers.take_snapshot(self._failed)) is not None:
+            copying = self._trainers.take_snapshot(self._failed)
+            if (taken := await within(copying, copy_seconds, "a trainer's copy of its state")) is not None:
                 await before_write()
                 await self._write(*taken)
 

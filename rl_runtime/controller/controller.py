@@ -67,9 +67,9 @@ logger = logging.getLogger(__name__)
 SYNC_SECONDS = 0.2
 """Period of reading the membership records. A longer one delays the reassignment of a replaced replica's work."""
 STOP_SECONDS = 10.0
-"""How long a stop waits for the running step, and a stopped run for its last checkpoint."""
+"""How long a stop waits for the running step, and a stopped run for a trainer's copy of its state: it may be hung."""
 LAST_CHECKPOINT_SECONDS = 300.0
-"""How long a completed run, or one that is writing a checkpoint, waits for its last one: it may have many gigabytes."""
+"""How long a run waits for its last checkpoint: it may have many gigabytes."""
 HOLD_FLAG, STOP_FLAG, DONE_FLAG = "hold", "stop", "done"
 RUN_ENDED = "run_ended"
 
@@ -509,8 +509,8 @@ class Controller:
         if outcome != "failed" and self.trainers.members:
             try:
                 may_take_long = outcome == "completed" or self.checkpoints.is_writing
-                seconds = LAST_CHECKPOINT_SECONDS if may_take_long else STOP_SECONDS
-                await within(self._finish_state(), seconds, "the last checkpoint")
+                copy_seconds = LAST_CHECKPOINT_SECONDS if may_take_long else STOP_SECONDS
+                await within(self._finish_state(copy_seconds), LAST_CHECKPOINT_SECONDS, "the last checkpoint")
             except (RolecallError, OSError) as e:
                 if isinstance(e, ControllerSuperseded):
                     raise
@@ -523,7 +523,7 @@ class Controller:
         self.recorder.journal.set_flag(DONE_FLAG, json.dumps(asdict(end)))
         return end
 
-    async def _finish_state(self) -> None:
-        await self._reconcile_newest()
+    async def _finish_state(self, copy_seconds: float) -> None:
+        await within(self._reconcile_newest(), copy_seconds, "the trainers' newest commit")
         # A step that a stop interrupted may end yet, and the copy is of its state then.
-        await self.checkpoints.last(self.state.step - 1, before_write=self._reconcile_newest)
+        await self.checkpoints.last(self.state.step - 1, copy_seconds=copy_seconds, before_write=self._reconcile_newest)

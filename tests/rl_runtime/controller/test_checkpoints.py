@@ -65,7 +65,7 @@ class Run:
 
         copies: list[int] = []
         before = len(self.trainers.tried)
-        await self.checkpoints.last(step, before_write=copied)
+        await self.checkpoints.last(step, copy_seconds=60.0, before_write=copied)
         assert copies == list(range(before, len(self.trainers.tried))), "before each attempt to write"
 
 

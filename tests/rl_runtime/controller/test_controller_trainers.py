@@ -148,7 +148,7 @@ def test_a_replacement_that_no_other_trainer_reaches_is_left_out_and_given_up(tm
     assert w.controllers[-1].trainers.members.keys() == {("trainer/0", 1), ("trainer/2", 1)}
 
 
-@pytest.mark.parametrize(("write_seconds", "is_written"), [(0.05, True), (30.0, False)])
+@pytest.mark.parametrize(("write_seconds", "is_written"), [(0.05, True), (30.0, True), (400.0, False)])
 def test_a_step_that_ends_during_a_stop_is_in_the_ledger_before_it_is_in_a_checkpoint(
     tmp_path: Path, write_seconds: float, is_written: bool
 ) -> None:

@@ -19,6 +19,8 @@ from rolecall.core.errors import ConfigError, RewardFailed
 START_SECONDS = 120.0
 """For the imports of the user's module."""
 END_SECONDS = 5.0
+SEND_SECONDS = 60.0
+"""Until a child that reads nothing, because the user's code in it hangs, is killed: a long question fills its pipe."""
 
 
 class UserProcess:
@@ -67,21 +69,29 @@ class UserProcess:
         """Ends the child. Idempotent."""
         atexit.unregister(self.close)
         if self._process is not None:
-            with suppress(ProcessLookupError):  # it has its own group from its first line on
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
+            self._kill()
             self._process.join(END_SECONDS)
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
 
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):  # it has its own group from its first line on
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+
     def _send(self, value: Any) -> None:
         self.start()
         assert self._connection is not None
+        deadline = threading.Timer(SEND_SECONDS, self._kill)
+        deadline.daemon = True
+        deadline.start()
         try:
             self._connection.send(value)
         except OSError as e:
             raise self._ended() from e
+        finally:
+            deadline.cancel()
 
     def _receive(self, seconds: float, what: str) -> Any:
         assert self._connection is not None

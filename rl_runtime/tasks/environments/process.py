@@ -142,17 +142,17 @@ class _Player:
         while len(self._live) > LIVE_MAX:
             self._drop(self._live.popitem(last=False)[1])
         dropped, self._dropped = self._dropped, []
-        await asyncio.gather(*map(_close, dropped))
+        await asyncio.gather(*map(self._close, dropped))
 
-
-async def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    if not callable(close):
-        return
-    try:
-        await _done(close(), CLOSE_SECONDS)
-    except Exception:  # deliberate: the user's code may raise anything, and its conversation has its result already
-        logger.warning("close of an environment failed", exc_info=True)
+    async def _close(self, environment: Any) -> None:
+        close = getattr(environment, "close", None)
+        if not callable(close):
+            return
+        try:
+            await _done(close(), CLOSE_SECONDS)
+        except Exception:  # deliberate: the user's code may raise anything, and its conversation has its result already
+            logger.warning("close of an environment failed", exc_info=True)
+        self._progress()  # it may have taken long, and the next call waits for it
 
 
 async def _done(value: Any, seconds: float) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from rolecall.core.config.data import EnvironmentConfig
 from rolecall.core.errors import ConfigError, EnvironmentFailed
+from rolecall.rl_runtime.tasks import user_process
 from rolecall.rl_runtime.tasks.environments.interface import Step
 from rolecall.rl_runtime.tasks.environments.process import EnvironmentProcess, Played, Script, load_environment
 from tests.support import eventually
@@ -239,5 +240,48 @@ def test_an_environment_is_closed_once_its_conversation_is_scored_or_failed(tmp_
         eventually(lambda: sorted(log.read_text().split()) == ["a", "c", "d"], "they are closed")
         (again,) = process.play([script("ab", key="a", prompt="a")])
         assert isinstance(again, Played), "it is replayed when it is needed again"
+    finally:
+        process.close()
+
+
+SLOW = """
+import time
+from rolecall.environment import Step
+
+class Slow:
+    def reset(self): pass
+    def step(self, response): return Step(response)
+    def close(self): time.sleep(SECONDS)
+"""
+
+
+def test_environments_that_take_long_to_close_do_not_end_the_process(tmp_path: Path) -> None:
+    """Each within the deadline, all together far beyond it."""
+    file = tmp_path / "slow.py"
+    file.write_text(f"SECONDS = 0.4\n{SLOW}")
+    process = EnvironmentProcess(EnvironmentConfig(factory=f"{file}:Slow", timeout_seconds=1.0))
+    keys = [f"{n}" for n in range(12)]
+    try:
+        process.play([script("ab", key=key) for key in keys])
+        before = process.pid
+        process.end(keys)
+        (played,) = process.play([script("ab", key="next")])
+        assert isinstance(played, Played) and process.pid == before
+    finally:
+        process.close()
+
+
+def test_a_child_that_reads_nothing_does_not_block_its_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_process, "SEND_SECONDS", 0.5)
+    file = tmp_path / "slow.py"
+    file.write_text(f"SECONDS = 600\n{SLOW}")
+    process = EnvironmentProcess(EnvironmentConfig(factory=f"{file}:Slow"))
+    try:
+        process.play([script("ab", key="a")])
+        process.end(["a"])  # it hangs in `close`
+        with pytest.raises(EnvironmentFailed, match="its process ended"):
+            process.play([script("a" * 1_000_000, key="b")])
+        (played,) = process.play([script("ab", key="b")])
+        assert isinstance(played, Played)
     finally:
         process.close()

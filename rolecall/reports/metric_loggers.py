@@ -222,7 +222,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
     while followers and not ended:
         try:
             with closing(Journal(run.database_url, create=False)) as journal:
-                ended = journal.last(EventKind.RUN_ENDED) is not None  # asked first: then nothing comes after the pages
+                last = journal.last(EventKind.RUN_ENDED)  # asked first: then nothing comes after the pages
                 for page in reader.pages(journal):
                     for follower in list(followers):
                         try:
@@ -230,6 +230,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
                         except Exception as e:  # noqa: BLE001 deliberate: as above
                             logger.warning("logging.%s: stopped: %s: %s", follower.name, type(e).__name__, e)
                             followers.remove(follower)
+                ended = last is not None
         except JournalUnavailable as e:
             logger.warning("%s", e)
         if not ended:

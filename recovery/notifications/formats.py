@@ -44,10 +44,7 @@ class Target:
     @property
     def shown(self) -> str:
         """The address without what may be a secret: users, queries, and paths that services issue."""
-        parts = urlsplit(self.url)
-        port = f":{parts.port}" if parts.port else ""
-        issued = self.format in ISSUED_PATHS and parts.path not in ("", "/")
-        return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
+        return shown_url(self.url, self.format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +53,14 @@ class HttpCall:
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
+
+
+def shown_url(url: str, form: NotifyFormat) -> str:
+    """See `Target.shown`."""
+    parts = urlsplit(url)
+    port = f":{parts.port}" if parts.port else ""
+    issued = form in ISSUED_PATHS and parts.path not in ("", "/")
+    return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
 
 
 def call_for(target: Target, message: Message) -> HttpCall:

@@ -1,6 +1,7 @@
 """The files of a run, in `runs/<id>/`, and the marker in the environment of all its processes.
 
-run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time)
+run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time) (mode 0600: the URL
+                   of a webhook may be a secret)
 journal.db         journal and ledger, unless the job names another place
 database           URL of that other place (mode 0600: it may hold a password)
 token              secret of this run (mode 0600): Ray token, HMAC key of weight port and registration
@@ -108,7 +109,7 @@ class RunDir:
         return "agents" in self.read()
 
     def write(self, value: dict[str, Any]) -> None:
-        write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
+        write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n", private=True)
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:

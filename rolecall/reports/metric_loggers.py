@@ -27,6 +27,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.run import EvaluationFinished, StepCommitted
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.recovery.notifications.target import without_secret_urls
 from rolecall.views.journal_reader import JournalReader
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class WandbLogger:
             id=identity,
             resume="allow",
             dir=str(run.path),
-            config=job.model_dump(mode="json"),
+            config=without_secret_urls(job.model_dump(mode="json")),
         )
         self._run.define_metric("*", step_metric="step")
 

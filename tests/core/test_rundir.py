@@ -29,6 +29,8 @@ def test_a_fresh_run_has_its_folders_and_a_secret_only_its_owner_reads(tmp_path:
     assert all(p.is_dir() for p in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"))
     assert stat.S_IMODE(run.token_path.stat().st_mode) == 0o600
     assert len(run.token()) == 64
+    run.write({})
+    assert stat.S_IMODE((run.path / "run.json").stat().st_mode) == 0o600, "a URL in it may be a secret"
     assert create_run_dir(tmp_path / "runs", "demo-2").token() != run.token()
     assert run.node_dir("node-3") == run.path / "nodes" / "node-3"
 

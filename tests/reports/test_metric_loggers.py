@@ -227,11 +227,15 @@ def test_wandb_gets_its_own_run_with_the_step_as_axis(tmp_path: Path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run = Run(tmp_path, wandb={"project": "mine", "entity": "us"})
+    run.job = parse_job(
+        {**run.job.model_dump(mode="json"), "recovery": {"webhook_url": "https://hooks.slack.com/services/s3cret"}}
+    )
     run.journal.append(step(0))
     run.journal.append(RunEnded(outcome="completed", because=""))
     run.follow()
     assert (calls[0]["project"], calls[0]["entity"], calls[0]["name"]) == ("mine", "us", "mine")
     assert calls[0]["id"] == json.loads((run.dir.path / "logging" / "wandb.json").read_text())["identity"]
+    assert calls[0]["config"]["recovery"]["webhook_url"] == "https://hooks.slack.com/***"
     assert calls[1] == (("*",), {"step_metric": "step"})
     assert calls[2]["step"] == 1 and calls[2]["train/loss"] == 0.5
     assert calls[-1] == "finished"

@@ -19,7 +19,7 @@ from streamlit.navigation.page import Page
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
-from rolecall.core.rundir import RunDir
+from rolecall.core.rundir import RunDir, newest_runs
 from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.data.run_state import run_state
@@ -79,8 +79,7 @@ def reader(of: Settings | None = None) -> Reader:
 @st.cache_resource(ttl=RUNS_SECONDS, show_spinner=False)
 def run_ids(root: str) -> list[str]:
     """The runs in a folder, newest first."""
-    found = [(p.stat().st_mtime, p.parent.name) for p in Path(root).glob("*/run.json")]
-    return [name for _, name in sorted(found, reverse=True)[:RUNS_MAX]]
+    return newest_runs(Path(root))[:RUNS_MAX]
 
 
 def _wanted(served: RunDir) -> str:

@@ -6,8 +6,8 @@
     pagerduty      Events API v2: https://developer.pagerduty.com/docs/send-alert-event
     opsgenie       Alert API: https://docs.opsgenie.com/docs/alert-api
 
-PagerDuty, Opsgenie and Alertmanager keep one alert for each incident (`alert_key`), which its close resolves. Slack
-keeps no state: it gets a message for each.
+PagerDuty, Opsgenie and Alertmanager keep one alert for each incident (`alert_key`), which its close resolves, and one
+for each page without an incident. Slack keeps no state: it gets a message for each.
 """
 
 import json
@@ -44,10 +44,7 @@ class Target:
     @property
     def shown(self) -> str:
         """The address without what may be a secret: users, queries, and paths that services issue."""
-        parts = urlsplit(self.url)
-        port = f":{parts.port}" if parts.port else ""
-        issued = self.format in ISSUED_PATHS and parts.path not in ("", "/")
-        return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
+        return shown_url(self.url, self.format)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +53,14 @@ class HttpCall:
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
+
+
+def shown_url(url: str, form: NotifyFormat) -> str:
+    """See `Target.shown`."""
+    parts = urlsplit(url)
+    port = f":{parts.port}" if parts.port else ""
+    issued = form in ISSUED_PATHS and parts.path not in ("", "/")
+    return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
 
 
 def call_for(target: Target, message: Message) -> HttpCall:
@@ -82,8 +87,14 @@ def heartbeat(
 
 
 def alert_key(message: Message) -> str:
-    """The same for every message about one incident of a run, so that a service keeps one alert."""
-    return f"{message.run_id}:{message.incident_id or message.facts.get('topic') or message.kind}"
+    """The same for every message about one incident of a run, so that a service keeps one alert. A page without an
+    incident has a key of its own: nothing resolves its alert, and a service would take the next page as a repetition.
+    """
+    if message.incident_id:
+        return f"{message.run_id}:{message.incident_id}"
+    # A page that the journal could not take has no position there.
+    page = f"e{message.seq}" if message.seq else f"{message.wall_at:.0f}"
+    return f"{message.run_id}:{message.facts.get('topic') or message.kind}:{page}"
 
 
 def severity(message: Message) -> str:
@@ -116,6 +127,7 @@ def _alertmanager(target: Target, message: Message) -> HttpCall:
             "run": message.run_id,
             "incident": message.incident_id,
             "severity": "info" if test else "critical",
+            **({} if message.incident_id else {"page": alert_key(message)}),
         },
         "annotations": {"summary": message.because, "kind": message.kind, "id": _event_id(message)},
         "startsAt": _iso(message.wall_at),

@@ -1,13 +1,15 @@
 """Where notifications go, from section `recovery` of a job file. The secret comes from a file or the environment, so
-that the job file, its copy in the run's directory and the journal do not hold it."""
+that the job file, its copy in the run's directory and the journal do not hold it. A URL may be a secret too, and stands
+in both files: `without_secret_urls` is what others may see of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rolecall.core.config.job import NotifyConfig, NotifyFormat, RecoveryConfig
 from rolecall.core.errors import ConfigError
-from rolecall.recovery.notifications.formats import Target
+from rolecall.recovery.notifications.formats import Target, shown_url
 
 SECRET_ENV = "ROLECALL_NOTIFY_SECRET"
 SECRET_CHARS_MAX = 4096
@@ -50,14 +52,37 @@ def target_of(recovery: RecoveryConfig, environ: Mapping[str, str]) -> Target | 
     if not valid:
         name = "webhook_url" if recovery.webhook_url is not None else "notify.url"
         raise ConfigError([f"recovery.{name}: must be http://host/... or https://host/..."])
-    chosen = _recognized(url) if notify.format is NotifyFormat.AUTO else notify.format
+    chosen = _format_of(url, notify.format)
     if chosen in DEFAULT_URLS and not secret:
         what = "routing (integration) key" if chosen is NotifyFormat.PAGERDUTY else "API key"
         raise ConfigError([f"recovery.notify: {chosen} needs its {what}: set {SECRET_ENV}, or secret_file"])
     return Target(format=chosen, url=url, secret=secret)
 
 
-def _recognized(url: str) -> NotifyFormat:
+def without_secret_urls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a job file, with the URLs of section `recovery` as `Target.shown` gives them. The values may be
+    those of an earlier version, or damaged."""
+    recovery = config.get("recovery")
+    if not isinstance(recovery, Mapping):
+        return dict(config)
+    shown = dict(recovery)
+    if isinstance(url := recovery.get("webhook_url"), str):
+        shown["webhook_url"] = _shown(url, NotifyFormat.AUTO)
+    if isinstance(notify := recovery.get("notify"), Mapping) and isinstance(url := notify.get("url"), str):
+        shown["notify"] = {**notify, "url": _shown(url, notify.get("format"))}
+    return {**config, "recovery": shown}
+
+
+def _shown(url: str, form: object) -> str:
+    try:
+        return shown_url(url, _format_of(url, NotifyFormat(str(form))))
+    except ValueError:  # no URL, or no format
+        return "***"
+
+
+def _format_of(url: str, chosen: NotifyFormat) -> NotifyFormat:
+    if chosen is not NotifyFormat.AUTO:
+        return chosen
     parts = urlsplit(url)
     if parts.path.rstrip("/").endswith(ALERTMANAGER_PATH):
         return NotifyFormat.ALERTMANAGER

@@ -65,6 +65,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 RENEW_SECONDS_MAX = 5.0
 PREPARE_SECONDS = 120.0
+"""Least time for the model folder to be written; `runtime.startup_timeout_seconds` gives more."""
 FINISH_SECONDS = 5.0
 """Time for the controller to shut down cleanly when the run is stopped."""
 
@@ -273,12 +274,14 @@ class Supervisor:
             return {}
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
-        deadline = self.clock.monotonic() + PREPARE_SECONDS
+        seconds = max(PREPARE_SECONDS, self.job.runtime.startup_timeout_seconds)
+        deadline = self.clock.monotonic() + seconds
         while (code := process.poll()) is None:
             self.tick()
             if self.clock.monotonic() > deadline:
                 process.kill()
-                raise DeadlineExceeded(waited_for="the model folder to be written", seconds=PREPARE_SECONDS)
+                what = "the model folder to be written (see runtime.startup_timeout_seconds)"
+                raise DeadlineExceeded(waited_for=what, seconds=seconds)
             self.clock.sleep(TICK_SECONDS)
         if code:
             output = (self.run.logs / "prepare.log").read_text(errors="replace").strip()[-1500:]

@@ -12,6 +12,7 @@ code 2 and one line on standard error.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -120,8 +121,8 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
 def write_model_folder(
     folder: Path, config: ModelConfig, seed: int, task: TaskName | None = TaskName.DIGIT_PARITY
 ) -> None:
-    """Writes the folder that an engine starts from: config.json, model.safetensors, tokenizer. A given folder is
-    copied.
+    """Writes the folder that an engine starts from: config.json, model.safetensors, tokenizer. Those of a given folder
+    are linked or copied, unless they are there already.
 
     Raises:
         ConfigError: the given model folder cannot be used.
@@ -134,13 +135,32 @@ def write_model_folder(
         if not any(p.suffix == ".safetensors" for p in files):
             raise ConfigError(["model.path: no .safetensors file"], config.path)
         for path in files:
-            shutil.copyfile(path, folder / path.name)
+            _provide(path.resolve(), folder / path.name)  # a hard link to a symbolic link would be one, too
         return
     model = make_model(config, vocab, seed)
     fields = model.shape.to_config(pad=vocab.pad, bos=vocab.bos, eos=vocab.eos)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, vocab)
+
+
+def _provide(source: Path, target: Path) -> None:
+    """Weights, which may be many gigabytes, are linked where that is possible: a run only reads them. A target is
+    replaced and never written to, because it may be such a link."""
+    new = source.stat()
+    if target.exists():
+        old = target.stat()
+        if os.path.samestat(old, new) or (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns):
+            return
+    target.unlink(missing_ok=True)
+    if target.suffix == ".safetensors":
+        try:
+            os.link(source, target)
+        except OSError:  # another file system, or the file of another user
+            pass
+        else:
+            return
+    shutil.copy2(source, target)  # with its time, by which it is recognized
 
 
 def load_model_folder(folder: Path) -> Any:

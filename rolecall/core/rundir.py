@@ -1,6 +1,7 @@
 """The files of a run, in `runs/<id>/`, and the marker in the environment of all its processes.
 
-run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time)
+run.json           what started, and when: config, seed, database URL, nodes, who supervises (pid, start time)
+                   (mode 0600: the URL of a webhook may be a secret)
 journal.db         journal and ledger, unless the job names another place
 database           URL of that other place (mode 0600: it may hold a password)
 token              secret of this run (mode 0600): Ray token, HMAC key of weight port and registration
@@ -107,8 +108,17 @@ class RunDir:
         """Whether this is a job that rolecall watches and did not start. Raises RunNotFound, as `read`."""
         return "agents" in self.read()
 
+    @property
+    def created_at(self) -> float:
+        """Wall seconds. If `run.json` does not tell, the time at which it was written."""
+        try:
+            found = self.read().get("created_at")
+        except (RunNotFound, OSError):  # damaged, or another user's
+            found = None
+        return found if isinstance(found, (int, float)) else (self.path / "run.json").stat().st_mtime
+
     def write(self, value: dict[str, Any]) -> None:
-        write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
+        write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n", private=True)
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
@@ -163,7 +173,7 @@ def open_run_dir(root: Path, which: str) -> RunDir:
     """A run by its id, its path, or `latest`. Raises RunNotFound: with the runs that there are."""
     if which != "latest" and (named := find_run_dir(root, which)):
         return named
-    newest = _newest(root)
+    newest = newest_runs(root)
     if newest and which == "latest":
         return RunDir((root / newest[0]).resolve())
     unknown = "" if which == "latest" else f"{_why_no_run(root, which)}; "
@@ -179,10 +189,10 @@ def find_run_dir(root: Path, which: str) -> RunDir | None:
     return next((RunDir(path.resolve()) for path in found), None)
 
 
-def _newest(root: Path) -> list[str]:
-    """Names of the runs in `root`, newest first."""
-    files = sorted(root.glob("*/run.json"), key=lambda p: p.stat().st_mtime, reverse=True)
-    return [p.parent.name for p in files]
+def newest_runs(root: Path) -> list[str]:
+    """Names of the runs in `root`, those created last first."""
+    found = [RunDir(path.parent) for path in root.glob("*/run.json")]
+    return [run.path.name for run in sorted(found, key=lambda run: run.created_at, reverse=True)]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -196,7 +206,7 @@ def _why_no_run(root: Path, which: str) -> str:
         return f"{which}: no run of this name"
     if not path.is_dir():
         return f"{path}: a file, not the folder of a run"
-    if runs := _newest(path):
+    if runs := newest_runs(path):
         return f"{path}: holds runs and is none itself ({_some(runs)}): give --runs {shlex.quote(str(path))}"
     return f"{path}: a folder, but not that of a run: run.json is missing"
 

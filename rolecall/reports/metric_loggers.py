@@ -27,6 +27,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.run import EvaluationFinished, StepCommitted
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.recovery.notifications.target import without_secret_urls
 from rolecall.views.journal_reader import JournalReader
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class WandbLogger:
             id=identity,
             resume="allow",
             dir=str(run.path),
-            config=job.model_dump(mode="json"),
+            config=without_secret_urls(job.model_dump(mode="json")),
         )
         self._run.define_metric("*", step_metric="step")
 
@@ -222,7 +223,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
     while followers and not ended:
         try:
             with closing(Journal(run.database_url, create=False)) as journal:
-                ended = journal.last(EventKind.RUN_ENDED) is not None  # asked first: then nothing comes after the pages
+                last = journal.last(EventKind.RUN_ENDED)  # asked first: then nothing comes after the pages
                 for page in reader.pages(journal):
                     for follower in list(followers):
                         try:
@@ -230,6 +231,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
                         except Exception as e:  # noqa: BLE001 deliberate: as above
                             logger.warning("logging.%s: stopped: %s: %s", follower.name, type(e).__name__, e)
                             followers.remove(follower)
+                ended = last is not None
         except JournalUnavailable as e:
             logger.warning("%s", e)
         if not ended:

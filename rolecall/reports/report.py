@@ -35,6 +35,7 @@ from rolecall.core.journal.payloads.run import (
 )
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import counted
+from rolecall.recovery.notifications.target import without_secret_urls
 from rolecall.reports.html import render_html
 from rolecall.views.audit import COMPLETED, REPORT_JSON, RunAudit, audit_journal
 from rolecall.views.ettr import Loss, charges, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
@@ -269,7 +270,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
             if isinstance(e.payload, EpochAdvanced)
         ],
         "remarks": _remarks(facts, zero),
-        "config": facts.config,
+        "config": without_secret_urls(facts.config),
     }
 
 

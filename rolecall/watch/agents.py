@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from rolecall.core.clock import Clock
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig
 from rolecall.core.errors import ConfigError, JournalError
@@ -276,6 +276,7 @@ def observing_run(
     agents: Mapping[str, str],
     webhook_url: str | None = None,
     watched: WatchedConfig | None = None,
+    clock: Clock | None = None,
 ) -> RunDir:
     """A run directory for a watch over these agents; continues one that a watch created under this name. `webhook_url`
     replaces that of the configuration. `watched`: of the watch file; None: none was given. Raises InvalidId: `run_id`
@@ -286,15 +287,17 @@ def observing_run(
     recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
     value = {"name": run_id, "recovery": recovery, "detector": watched.detector.model_dump(mode="json")}
     config = parse_job(value).model_dump(mode="json")
-    run = RunDir((root / run_id).resolve())
+    run, created_at = RunDir((root / run_id).resolve()), (clock or SystemClock()).wall()
     if run.path.exists():
         if "agents" not in run.read():
             raise ConfigError([f"--id: {run_id!r} is a run that rolecall started itself, in {root}"])
+        created_at = run.created_at
     else:
         run = create_run_dir(root, run_id)
     run.write(
         {
             "run_id": run_id,
+            "created_at": created_at,
             "config": config,
             "agents": dict(agents),
             "watched": None if file is None else file.model_dump(mode="json", exclude={"recovery", "detector"}),

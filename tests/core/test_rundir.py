@@ -13,6 +13,7 @@ from rolecall.core.errors import RunNotFound
 from rolecall.core.rundir import (
     RunDir,
     create_run_dir,
+    newest_runs,
     open_run_dir,
     registration_secret,
     write_atomically,
@@ -29,6 +30,8 @@ def test_a_fresh_run_has_its_folders_and_a_secret_only_its_owner_reads(tmp_path:
     assert all(p.is_dir() for p in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"))
     assert stat.S_IMODE(run.token_path.stat().st_mode) == 0o600
     assert len(run.token()) == 64
+    run.write({})
+    assert stat.S_IMODE((run.path / "run.json").stat().st_mode) == 0o600, "a URL in it may be a secret"
     assert create_run_dir(tmp_path / "runs", "demo-2").token() != run.token()
     assert run.node_dir("node-3") == run.path / "nodes" / "node-3"
 
@@ -47,6 +50,17 @@ def test_a_run_is_found_by_id_by_path_and_as_the_latest(tmp_path: Path) -> None:
     assert open_run_dir(tmp_path, "b").read() == {"seed": 0}
     assert open_run_dir(tmp_path, str(tmp_path / "b")).run_id == "b"
     assert open_run_dir(tmp_path, "latest").run_id == "a"
+
+
+def test_the_newest_run_is_the_one_created_last_whichever_was_written_last(tmp_path: Path) -> None:
+    for created_at, name in ((1.0, "first"), (3.0, "third"), (2.0, "second")):
+        create_run_dir(tmp_path, name).write({"created_at": created_at})
+    assert newest_runs(tmp_path) == ["third", "second", "first"]
+    old = create_run_dir(tmp_path, "unknown")
+    for text in ("{}", "{", '{"created_at": null}'):
+        (old.path / "run.json").write_text(text)
+        os.utime(old.path / "run.json", (2.5, 2.5))
+        assert newest_runs(tmp_path) == ["third", "unknown", "second", "first"], "by the time of its file"
 
 
 @pytest.mark.parametrize("which", ["none", "latest", "../x"])

@@ -12,9 +12,9 @@ from tensorboard.backend.event_processing import event_accumulator
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, JournalUnavailable
 from rolecall.core.journal.events import Event
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, JournalPage
 from rolecall.core.journal.payloads.run import ChainHead, DatasetProgress, EvaluationFinished, RunEnded, StepCommitted
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.reports import metric_loggers
@@ -161,6 +161,24 @@ def test_follows_a_run_that_goes_on_until_it_ends(tmp_path: Path, tool: Tool) ->
     assert [p.step for p in tool.points] == [1, 2] and not coming
 
 
+def test_a_journal_that_cannot_be_read_at_the_end_of_the_run_is_read_again(
+    tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path, tensorboard=True)
+    run.journal.append(step(0))
+    run.journal.append(RunEnded(outcome="completed", because=""))
+    page, failures = Journal.page, [JournalUnavailable(where="here", reason="it restarts", hint="wait")]
+
+    def unavailable_once(journal: Journal, **wanted: Any) -> JournalPage:
+        if failures:
+            raise failures.pop()
+        return page(journal, **wanted)
+
+    monkeypatch.setattr(Journal, "page", unavailable_once)
+    run.follow()
+    assert [p.step for p in tool.points] == [1]
+
+
 def test_a_tool_that_fails_is_one_warning_and_the_others_continue(
     tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -209,11 +227,15 @@ def test_wandb_gets_its_own_run_with_the_step_as_axis(tmp_path: Path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     run = Run(tmp_path, wandb={"project": "mine", "entity": "us"})
+    run.job = parse_job(
+        {**run.job.model_dump(mode="json"), "recovery": {"webhook_url": "https://hooks.slack.com/services/s3cret"}}
+    )
     run.journal.append(step(0))
     run.journal.append(RunEnded(outcome="completed", because=""))
     run.follow()
     assert (calls[0]["project"], calls[0]["entity"], calls[0]["name"]) == ("mine", "us", "mine")
     assert calls[0]["id"] == json.loads((run.dir.path / "logging" / "wandb.json").read_text())["identity"]
+    assert calls[0]["config"]["recovery"]["webhook_url"] == "https://hooks.slack.com/***"
     assert calls[1] == (("*",), {"step_metric": "step"})
     assert calls[2]["step"] == 1 and calls[2]["train/loss"] == 0.5
     assert calls[-1] == "finished"

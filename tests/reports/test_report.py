@@ -133,6 +133,16 @@ def test_an_incident_that_no_one_caused_is_a_false_alarm(fake_run: RunDir) -> No
     assert report["false_alarms"] == ["i-1"] and report["incidents"][0]["fault"] is None
 
 
+def test_no_file_of_the_report_holds_a_url_that_is_a_secret(fake_run: RunDir) -> None:
+    job = fake_run.read()
+    job["config"]["recovery"]["webhook_url"] = "https://hooks.slack.com/services/s3cret"
+    fake_run.write(job)
+    write_report(fake_run)
+    for file in ("report.json", "report.html"):
+        text = (fake_run.path / file).read_text()
+        assert "hooks.slack.com" in text and "s3cret" not in text
+
+
 def test_a_run_that_was_cut_short_is_not_ok_and_still_reported(tmp_path: Path) -> None:
     report = write_report(FakeRun(tmp_path, num_steps=12, strikes=(), finish=False).build())
     assert report["outcome"] == "running" and _fails(report) == ["finished"]

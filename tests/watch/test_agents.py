@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.core.clock import SystemClock
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import bearer_token
+from rolecall.core.rundir import bearer_token, open_run_dir
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.watch.agents import listed, named_agents, node_of, observing_run
 from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
@@ -68,3 +68,14 @@ def test_a_run_tells_a_watch_file_without_an_actuator_from_none(tmp_path: Path) 
     """A page says either that no watch file was given, or that it names no actuator."""
     assert observing_run(tmp_path, "none", {}).read()["watched"] is None
     assert observing_run(tmp_path, "file", {}, watched=parse_watched({})).read()["watched"]["actuator"] is None
+
+
+def test_a_watched_run_stays_as_old_as_it_is_when_its_agents_change(tmp_path: Path) -> None:
+    clock = FakeClock()
+    created_at = observing_run(tmp_path, "older", {}, clock=clock).read()["created_at"]
+    assert created_at == clock.wall()
+    clock.advance(1)
+    observing_run(tmp_path, "newer", {}, clock=clock)
+    clock.advance(1)
+    assert observing_run(tmp_path, "older", {"n": "http://a:1"}, clock=clock).read()["created_at"] == created_at
+    assert open_run_dir(tmp_path, "latest").run_id == "newer"

@@ -286,7 +286,8 @@ class RuntimeConfig(Section):
     """Tokens older than this many policy versions are not trained on. A group is dropped as stale only when all of its
     tokens are. In the modes sync and semi_sync always 0."""
     startup_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
-    """A fresh run waits this long for all replicas, then starts with those that are ready."""
+    """A fresh run waits this long for all replicas, then starts with those that are ready. Where the weights of a model
+    folder must be copied, because the run is on another file system, that may take as long (at least 120 s)."""
     lease_seconds: Seconds = 30.0
     """An actor exits if its supervisor does not renew its lease for this long."""
     group_timeout_seconds: Seconds = 20.0

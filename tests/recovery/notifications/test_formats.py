@@ -103,12 +103,25 @@ def test_a_secret_of_a_webhook_is_a_bearer_token() -> None:
         (_message(), "run-1:inc-1-trainer-1", "critical"),
         (_end(), "run-1:inc-1-trainer-1", "critical"),
         (_message(kind="plan_proposed"), "run-1:inc-1-trainer-1", "warning"),
-        (_message(incident_id="", facts={"topic": "watch"}), "run-1:watch", "critical"),
+        (_message(incident_id="", facts={"topic": "watch"}), "run-1:watch:e7", "critical"),
+        (_message(incident_id="", facts={"topic": "watch"}, seq=8), "run-1:watch:e8", "critical"),
+        (_message(incident_id="", facts={"topic": "full_disk"}, seq=0), "run-1:full_disk:1700000000", "critical"),
         (_message(kind="test", incident_id="test-1"), "run-1:test-1", "info"),
     ],
 )
-def test_one_alert_per_run_and_incident(message: Message, key: str, severe: str) -> None:
+def test_one_alert_per_run_and_incident_and_for_each_page_without_an_incident(
+    message: Message, key: str, severe: str
+) -> None:
     assert (alert_key(message), severity(message)) == (key, severe)
+
+
+def test_alertmanager_tells_pages_without_an_incident_apart() -> None:
+    def labels(**more: Any) -> Any:
+        return _sent(F.ALERTMANAGER, _message(**more))[0]["labels"]
+
+    assert labels(incident_id="") != labels(incident_id="", seq=8)
+    assert labels(incident_id="") == labels(incident_id=""), "a retry"
+    assert labels() == labels(seq=8), "one incident"
 
 
 @pytest.mark.parametrize("form", [f for f in F if f is not F.AUTO])

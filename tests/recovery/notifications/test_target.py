@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.core.config.job import NotifyFormat, RecoveryConfig, parse_job
 from rolecall.core.errors import ConfigError
-from rolecall.recovery.notifications.target import SECRET_ENV, target_of
+from rolecall.recovery.notifications.target import SECRET_ENV, target_of, without_secret_urls
 
 F = NotifyFormat
 
@@ -87,3 +87,26 @@ def test_a_secret_in_the_job_file_is_refused_unread() -> None:
 def test_who_is_notified_does_not_make_another_job() -> None:
     plain = parse_job({})
     assert parse_job({"recovery": {"notify": {"format": "slack"}}}).digest() == plain.digest()
+
+
+@pytest.mark.parametrize(
+    ("url", "form", "shown"),
+    [
+        ("https://hooks.slack.com/services/s3cret", "auto", "https://hooks.slack.com/***"),
+        ("http://proxy:80/s3cret", "slack", "http://proxy:80/***"),
+        ("http://am:9093/api/v2/alerts?s3cret", "auto", "http://am:9093/api/v2/alerts"),
+        ("http://host:s3cret/", "auto", "***"),
+        ("http://host/s3cret", "of another version", "***"),
+    ],
+)
+def test_others_see_a_configuration_without_urls_that_are_secrets(url: str, form: str, shown: str) -> None:
+    config = {"seed": 1, "recovery": {"mode": "act", "notify": {"url": url, "format": form}}}
+    seen = {"seed": 1, "recovery": {"mode": "act", "notify": {"url": shown, "format": form}}}
+    assert without_secret_urls(config) == seen
+    if form == "auto":
+        assert without_secret_urls({"recovery": {"webhook_url": url}}) == {"recovery": {"webhook_url": shown}}
+
+
+@pytest.mark.parametrize("config", [{}, {"recovery": None}, {"recovery": {"webhook_url": None, "notify": {}}}])
+def test_a_configuration_without_urls_is_shown_as_it_is(config: dict[str, Any]) -> None:
+    assert without_secret_urls(config) == config

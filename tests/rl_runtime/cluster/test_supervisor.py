@@ -445,6 +445,43 @@ def test_replicas_that_are_no_longer_desired_are_stopped(rig: Rig) -> None:
     assert [e.payload.incarnation for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
 
 
+class SlowPreparation:
+    """A process that writes the model folder until `ends_at`."""
+
+    def __init__(self, clock: FakeClock, ends_at: float) -> None:
+        self.clock, self.ends_at, self.killed = clock, ends_at, False
+
+    def poll(self) -> int | None:
+        return 0 if self.clock.monotonic() >= self.ends_at else None
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.mark.parametrize(("startup_timeout_seconds", "in_time"), [(90, False), (600, True)])
+def test_a_large_model_folder_has_the_time_that_the_job_gives_a_start(
+    tmp_path: Path, startup_timeout_seconds: int, in_time: bool
+) -> None:
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(60.0)
+
+    clock, actors = Clock(), SleepActors()
+    job = parse_job({"runtime": {"startup_timeout_seconds": startup_timeout_seconds}})
+    supervisor = Supervisor(create_run_dir(tmp_path, "r"), job, clock, actors=actors)
+    process: Any = SlowPreparation(clock, clock.monotonic() + 500)
+    try:
+        if in_time:
+            supervisor._finish_preparing(process)
+        else:
+            with pytest.raises(DeadlineExceeded, match=r"120\.0 s .*runtime\.startup_timeout_seconds"):
+                supervisor._finish_preparing(process)
+        assert process.killed is not in_time
+    finally:
+        actors.end()
+        supervisor.stop()
+
+
 def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "r")
     supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), actors=SleepActors())

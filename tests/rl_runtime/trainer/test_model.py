@@ -1,6 +1,8 @@
 """pytest tests/rl_runtime/trainer/test_model.py"""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,46 @@ def test_folder_round_trips_and_any_folder_works_the_same_way(tmp_path: Path) ->
     assert bits(load_model_folder(tmp_path / "copied")) == bits(made)
     config = json.loads((tmp_path / "copied" / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_weights_of_a_given_folder_are_linked_and_kept_while_they_are_the_same(tmp_path: Path) -> None:
+    given, run = tmp_path / "given", tmp_path / "run"
+    write_model_folder(tmp_path / "blobs", TINY, seed=3)
+    given.mkdir()
+    for path in (tmp_path / "blobs").iterdir():  # as in a cache of the Hugging Face hub
+        (given / path.name).symlink_to(path)
+    config = ModelConfig(path=str(given))
+    write_model_folder(run, config, seed=3)
+    weights, settings = run / "model.safetensors", run / "config.json"
+    assert weights.samefile(given / "model.safetensors") and not weights.is_symlink()
+    assert not settings.samefile(given / "config.json"), "it may be edited in place"
+    inode = settings.stat().st_ino
+    write_model_folder(run, config, seed=3)
+    assert (run / "model.safetensors").samefile(weights) and settings.stat().st_ino == inode
+    write_model_folder(tmp_path / "other", TINY, seed=4)
+    before = weights.read_bytes()
+    (given / "model.safetensors").unlink()
+    (given / "model.safetensors").symlink_to(tmp_path / "other" / "model.safetensors")
+    write_model_folder(run, config, seed=3)
+    assert weights.samefile(tmp_path / "other" / "model.safetensors")
+    assert (tmp_path / "blobs" / "model.safetensors").read_bytes() == before, "what was linked is never written to"
+
+
+def test_weights_that_cannot_be_linked_are_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refused)
+    write_model_folder(tmp_path / "given", TINY, seed=3)
+    config, weights = ModelConfig(path=str(tmp_path / "given")), tmp_path / "run" / "model.safetensors"
+    write_model_folder(tmp_path / "run", config, seed=3)
+    copied = weights.stat()
+    assert weights.read_bytes() == (tmp_path / "given" / "model.safetensors").read_bytes()
+    write_model_folder(tmp_path / "run", config, seed=3)
+    assert weights.stat() == copied
+    os.truncate(weights, 10)  # a copy that was cut off
+    write_model_folder(tmp_path / "run", config, seed=3)
+    assert weights.stat().st_size == copied.st_size
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:

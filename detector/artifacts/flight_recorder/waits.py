@@ -15,12 +15,11 @@ from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
-from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
+from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation, Rows
 from rolecall.detector.artifacts.stacks.dumps import Topology
 
 NUM_PARTS = 6
@@ -53,8 +52,6 @@ DEFAULT_DESC = "default_pg"
 Key = tuple[str, int, int, int]
 """Of a synchronization point: group name, index of its list of ranks (groups may share a name), and source and
 destination of a pair (-1 for a group)."""
-Rows = NDArray[np.intp]
-"""Indices of entries, in order."""
 
 
 class Cause(StrEnum):

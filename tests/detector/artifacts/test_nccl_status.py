@@ -66,7 +66,19 @@ def test_a_single_report_accuses_no_rank_and_lists_those_behind(tmp_path: Path) 
 def test_two_answers_too_close_are_as_one(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 100)))
     assert polled(tmp_path, answer, answer, seconds=1.0)[0] == []
-    assert len(polled(tmp_path, answer, answer, answer, seconds=1.0)[0]) == 1
+
+
+def test_answers_of_many_nodes_at_one_moment_are_as_one(tmp_path: Path) -> None:
+    found, remarks = polled(tmp_path, *[raw(communicator(*ranks(101, 101, 100)))] * 8, seconds=0.04)
+    assert found == [] and "in RAS reports of one moment, ranks of a healthy job differ, too" in remarks[0]
+    found, remarks = polled(tmp_path, *[raw(communicator(*ranks(101, 101, 101)))] * 8, seconds=0.04)
+    assert found == [] and remarks == (nccl_status.SYMMETRIC,)
+
+
+def test_answers_in_one_file_count_unless_it_has_times(tmp_path: Path) -> None:
+    answer = raw(communicator(*ranks(101, 101, 100)))
+    assert len(polled(tmp_path, answer + answer + answer)[0]) == 1
+    assert polled(tmp_path, b"\n".join(stamped(answer, s, "reports") for s in (0, 1, 2)))[0] == []
 
 
 def test_a_symmetric_hang_is_undecided_and_stated(tmp_path: Path) -> None:

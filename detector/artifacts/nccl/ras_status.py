@@ -354,12 +354,13 @@ class _RasAnalysis:
 
     def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
         found = list[Finding]()
-        waiting: dict[str, set[tuple[str, int | None, int | None]]] = {}
+        num_waits = Counter[tuple[str, int | None, int | None]]()  # communicators in which a process waits
         for stalled in stuck:
             late = {m.process for members in stalled.behind.values() for m in members}
-            waiting[stalled.communicator.hash] = {
-                m.process for spread in stalled.communicator.spreads for v in spread.levels[:-1] for m in v.members
-            } - late
+            num_waits.update(
+                {m.process for spread in stalled.communicator.spreads for v in spread.levels[:-1] for m in v.members}
+                - late
+            )
         for stalled in stuck:
             communicator = stalled.communicator
             if communicator.num_missing:
@@ -370,9 +371,9 @@ class _RasAnalysis:
             if (other := self._other_collective(stalled)) is not None:
                 found.append(other)
                 continue
-            elsewhere = set().union(*(w for key, w in waiting.items() if key != communicator.hash))
+            # A rank that is behind is not counted for this communicator: all of its waits are elsewhere.
             causes = {
-                name: [m for m in members if m.process not in elsewhere] for name, members in stalled.behind.items()
+                name: [m for m in members if not num_waits[m.process]] for name, members in stalled.behind.items()
             }
             causes = {name: members for name, members in causes.items() if members}
             if causes:

@@ -16,6 +16,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.nccl import inspector_times as nccl_times
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.formats.nccl.ras import Communicator, CommunicatorMember, LaunchLevel, RasStatus, Spread
 from tests.formats.test_nccl_inspector import line
 from tests.formats.test_nccl_ras import TEXT, communicator, lost, rank, raw
 
@@ -114,6 +115,46 @@ def test_a_victim_of_another_communicator_is_not_accused(tmp_path: Path) -> None
     assert suspects(finding) == [("10.0.0.1", None)]  # of pairs no one knows the job's ranks
     assert "rank 1 (10.0.0.1, process 102" in finding.because
     assert any("is its victim" in r for r in remarks)
+
+
+class CountedHost(str):
+    """Counts comparisons with others."""
+
+    num = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedHost.num += 1
+        return str(self) == other
+
+
+def test_each_stalled_communicator_is_not_compared_with_all_others() -> None:
+    """Rank 0 waits in each of them for another rank."""
+    num = 100
+    pairs = [
+        Communicator(
+            hash=f"{n:x}",
+            spreads=(
+                Spread(
+                    collective="AllReduce",
+                    levels=tuple(
+                        LaunchLevel(
+                            launched=launched,
+                            num_ranks=1,
+                            members=(CommunicatorMember(rank, CountedHost(f"n{rank * n}"), 1, rank),),
+                        )
+                        for rank, launched in ((0, 9), (1, 8))
+                    ),
+                ),
+            ),
+        )
+        for n in range(1, num + 1)
+    ]
+    status = RasStatus(form="json", communicators=tuple(pairs), num_communicators=num)
+    polls = [nccl_status.Poll(path=f"{at}.json", at=at, status=status) for at in (1000.0, 1030.0)]
+    CountedHost.num = 0
+    found, _ = nccl_status.diagnose(polls)
+    assert len(found) == num and CountedHost.num < 50 * num
 
 
 def test_a_circle_of_waits_is_not_judged(tmp_path: Path) -> None:

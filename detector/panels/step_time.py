@@ -76,9 +76,11 @@ class StepTimeTracker:
         self.sums = np.clip(self.sums + step, 0.0, 2 * self.threshold)
         slow = (self.sums > self.threshold).any(axis=0)
         self.reported &= (self.sums > 0).any(axis=0)  # recovered: a later slowdown is a new fault
+        if 2 * slow.sum() >= len(self.shape.machines):
+            return []  # those that are still slow once the others have recovered are told then
         fresh = np.flatnonzero(slow & ~self.reported)
         self.reported |= slow
-        return [self._finding(int(n), at) for n in fresh] if 2 * slow.sum() < len(self.shape.machines) else []
+        return [self._finding(int(n), at) for n in fresh]
 
     def _spread(self, x: NDArray[np.float64]) -> float:
         """Standard deviation of x so far, from mean absolute deviations, which one slow peer barely affects."""

@@ -33,6 +33,7 @@ from rolecall.detector.artifacts.flight_recorder.waits import (
     SynchronizationPoint,
     WaitRootCause,
     gathered,
+    mixed_jobs,
     operations_at,
     ranks_text,
     root_causes,
@@ -223,13 +224,13 @@ def diagnose(
     topology: Topology | None = None,
     complete: bool = True,
 ) -> list[Finding]:
-    """Root causes, the one that explains most waits first; empty if no rank waits.
+    """Root causes, the one that explains most waits first; empty if no rank waits, or if jobs are mixed (`open_ends`).
 
     `world_size`: number of ranks; by default derived from the groups, else from the highest rank seen. `topology`:
     node, role and replica of ranks; takes precedence over file names. `complete`: all dumps were read; otherwise a rank
     without one is not suspected for that.
     """
-    if not dumps:
+    if not dumps or mixed_jobs(dumps):
         return []
     job = gathered(dumps, world_size, topology)
     if len(job.dumps) == 1 and job.absent:
@@ -242,7 +243,7 @@ def diagnose(
 
 def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:
     """Ranks whose entries could change or explain the result of the status; empty if no more is needed."""
-    if not dumps:
+    if not dumps or mixed_jobs(dumps):
         return set()
     job = gathered(dumps, world_size)
     wanted = set(job.unread)
@@ -256,6 +257,8 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
 
 def open_ends(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> list[str]:
     """Why dumps without a finding do not show that the job is healthy, and what would settle it."""
+    if mixed := mixed_jobs(dumps):
+        return [mixed]
     job = gathered(dumps, world_size)
     if not any(max(s.enqueued, s.started, s.completed) > 0 for p in job.places.values() for s in p.seats.values()):
         return [NO_OPERATION]
@@ -270,6 +273,8 @@ def summary(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = Non
     """One sentence that describes the input."""
     if not dumps:
         return "no dump"
+    if mixed_jobs(dumps):
+        return f"{counted(len(dumps), 'Flight Recorder dump')} of several jobs or moments"
     job = gathered(dumps, world_size)
     operations = sum(len(d.entries) for d in job.dumps.values() if d.entries is not None)
     groups = len({(p.key[0], p.key[1]) for p in job.places.values()})

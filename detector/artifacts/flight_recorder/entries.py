@@ -169,6 +169,8 @@ _INT64 = 1 << 63
 Ints = NDArray[np.int64]
 Indices = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+Rows = NDArray[np.intp]
+"""Indices of entries, in order."""
 Seconds = NDArray[np.float64]
 
 
@@ -237,17 +239,31 @@ def columns(
     is_p2p = np.array([o.is_p2p for o in operations], dtype=bool)
     of = operation.astype(np.int32)[kind]
     collective, p2p, created = numbers.T
+    in_group, seq = group.astype(np.int32)[kind], np.where(is_p2p[of], p2p, collective)
+    ends = np.array([o.name.endswith("coalesced") for o in operations], dtype=bool)[of]
+    state = _state_rows(in_group, is_p2p[of], seq, ends)
     entries = Entries(
-        group=group.astype(np.int32)[kind],
-        seq=np.where(is_p2p[of], p2p, collective),
+        group=in_group,
+        seq=seq,
         operation=of,
         created_at=created / 1e9,
-        started=started.astype(bool)[kind],
-        done=done.astype(bool)[kind],
+        started=started.astype(bool)[kind][state],
+        done=done.astype(bool)[kind][state],
         operations=operations,
         first_record=number_of(unique[0].get("record_id", 0), "record_id") if unique else 0,
     )
     return entries, pairs
+
+
+def _state_rows(group: Indices, is_p2p: Bools, seq: Ints, ends: Bools) -> Rows:
+    """The row that has the state of each row. Operations launched together (`batch_isend_irecv`, coalesced collectives)
+    share a number; PyTorch updates only the last entry of a batch (`ends`), and theirs stay `scheduled`."""
+    rows = np.arange(len(seq))
+    if ends.any():
+        keys = list(zip(group.tolist(), is_p2p.tolist(), seq.tolist(), strict=True))
+        end_of = {keys[row]: row for row in np.flatnonzero(ends).tolist()}
+        rows = np.array([end_of.get(key, row) for row, key in enumerate(keys)])
+    return rows
 
 
 def _apart(rows: list[Any]) -> tuple[list[dict[str, Any]], Indices, Ints]:

@@ -1,13 +1,15 @@
 """The waits of a job and their root causes, from its Flight Recorder dumps.
 
 First the progress of each rank in each process group, and in each pair of `send` and `recv`. The newest dump of each
-rank counts. Members without a dump are known if dumps list the ranks of the group. gloo groups list none, so only the
-gloo group of all ranks has known members.
+rank in a folder counts; dumps of one rank in several folders are not judged (`mixed_jobs`). Members without a dump are
+known if dumps list the ranks of the group. gloo groups list none, so only the gloo group of all ranks has known
+members.
 
 Then waits are followed to their root causes, in the order that diagnosis.py states: ranks that entered a different
 operation than the others (or the same with other sizes or dtypes), ranks that have not entered it, and so on.
 """
 
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,13 +17,13 @@ from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
-from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
+from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation, Rows
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.detector.base.plain_pickle import safe
 
 NUM_PARTS = 6
 """Maximum number of ranks and ranges in a sentence."""
@@ -53,8 +55,6 @@ DEFAULT_DESC = "default_pg"
 Key = tuple[str, int, int, int]
 """Of a synchronization point: group name, index of its list of ranks (groups may share a name), and source and
 destination of a pair (-1 for a group)."""
-Rows = NDArray[np.intp]
-"""Indices of entries, in order."""
 
 
 class Cause(StrEnum):
@@ -162,6 +162,24 @@ class Job:
         of = f" of {replicas.pop()}" if len(replicas) == 1 and "" not in replicas else ""
         at = f" ({node_text(nodes.pop())})" if len(nodes) == 1 and "" not in nodes else ""
         return f"{ranks_text(ranks)}{of}{at}"
+
+
+def mixed_jobs(dumps: Sequence[FlightRecorderDump]) -> str:
+    """Why these dumps cannot be judged together; empty if they can. Each node may have a folder of its own, but one
+    rank in several folders is of several jobs, or of several moments."""
+    folders: dict[int, set[str]] = defaultdict(set)
+    for dump in dumps:
+        folders[dump.rank].add(os.path.dirname(dump.path))
+    several = {rank: names for rank, names in folders.items() if len(names) > 1}
+    if not several:
+        return ""
+    names = sorted(set().union(*several.values()))
+    more = f" and {len(names) - NUM_PARTS} more" if len(names) > NUM_PARTS else ""
+    return (
+        f"cannot tell: {ranks_text(several)} {'has' if len(several) == 1 else 'have'} dumps in several folders, so of "
+        f"different jobs or moments: {', '.join(safe(name or '.') for name in names[:NUM_PARTS])}{more}; "
+        "name only the folders of one job and moment"
+    )
 
 
 def gathered(dumps: Sequence[FlightRecorderDump], world_size: int | None, topology: Topology | None = None) -> Job:

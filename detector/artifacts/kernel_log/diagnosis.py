@@ -15,7 +15,7 @@ several locations it is the application; ECC errors of a 74 more than twice on o
 of an NVSwitch explains simultaneous NVLink errors of its node's GPUs.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -421,7 +421,8 @@ def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLi
     downs = [s for s, f in pairs if not f.up]
     if not downs:
         return None
-    flaps = max(sum(a.timed and a.at <= b.at <= a.at + FLAP_SECONDS for b in downs) for a in downs)
+    at = sorted(s.at for s in downs)
+    flaps = max((bisect_right(at, s.at + FLAP_SECONDS) - bisect_left(at, s.at) for s in downs if s.timed), default=0)
     if not pairs[-1][1].up:
         because = f"{node_text(node)}: link {name} went down and stayed down"
     elif flaps >= NUM_FLAPS:

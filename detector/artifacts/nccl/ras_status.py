@@ -6,14 +6,15 @@ code); ranks that are behind in a communicator without further launches. A rank 
 waits in another is a victim of the latter.
 
 RAS counts LAUNCHED operations, so the cause of a rank that is behind is on its host side. A single report names no
-rank, because healthy ranks are never exactly in step. Two reports at least MOVED_SECONDS apart, or three reports, show
-whether ranks advance. Undecided cases become remarks: in a hang inside a collective that all ranks launched, no rank
-is behind.
+rank, because healthy ranks are never exactly in step; nor do those of several nodes at one moment. Two reports at least
+MOVED_SECONDS apart, or three in a file without time stamps, show whether ranks advance. Undecided cases become remarks:
+in a hang inside a collective that all ranks launched, no rank is behind.
 
 The time of a report is that of its file: RAS writes local time without a zone. Of several reports with time stamps
 (`ncclras -m`, or a loop that prints the date), the newest has the time of the file, and the others that much less.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -44,7 +45,7 @@ HEAD_BYTES = 8192
 MOVED_SECONDS = 10.0
 """Minimum time between two reports without a launch; a shorter time is within one step of a large model."""
 NUM_POLLS_MIN = 3
-"""This many reports in one file, whose times are unknown, count as `MOVED_SECONDS`."""
+"""This many reports in one file without time stamps, whose times are unknown, count as `MOVED_SECONDS`."""
 NUM_SUSPECTS_MAX = 64
 CONFIDENCE_DEAD, CONFIDENCE_MISSING, CONFIDENCE_FAILED, CONFIDENCE_CODE = 0.8, 0.6, 0.7, 0.6
 CONFIDENCE_BEHIND, CONFIDENCE_BEHIND_UNTIMED = 0.75, 0.6
@@ -298,15 +299,17 @@ class _RasAnalysis:
 
     def apart(self) -> list[Finding]:
         stuck, together, single = list[StalledCommunicatorPolls](), False, False
-        for communicator, num_polls, seconds, num_usable in self._histories():
-            still = num_polls >= 2 and (seconds >= MOVED_SECONDS or num_polls >= NUM_POLLS_MIN)
+        for communicator, same, num_usable in self._histories():
+            num_polls, seconds = len(same), same[0].at - same[-1].at
+            untimed = Counter(p.path for p in same if p.status.stamp is None)
+            still = seconds >= MOVED_SECONDS or max(untimed.values(), default=0) >= NUM_POLLS_MIN
             if not communicator.width:
                 if any(len(s.levels) < 2 for s in communicator.spreads):
                     self.remarks.append(
                         f"cannot tell: ranks of communicator {communicator.hash} launched different numbers, and the "
                         "text names none: query with VERBOSE, or for JSON"
                     )
-                elif still or num_usable == 1:
+                elif still or num_polls == num_usable:
                     together = True
             elif still:
                 stuck.append(StalledCommunicatorPolls(communicator, num_polls, seconds, behind(communicator)))
@@ -316,7 +319,7 @@ class _RasAnalysis:
                 self.remarks.append(
                     f"cannot tell: these ranks of communicator {communicator.hash} are behind by "
                     f"{counted(communicator.width, 'collective')}: {late or 'more than half of its ranks'}; "
-                    "in a single report, ranks of a healthy job differ, too"
+                    "in RAS reports of one moment, ranks of a healthy job differ, too"
                 )
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
@@ -324,15 +327,15 @@ class _RasAnalysis:
             self.remarks.append("query RAS again after some seconds: a rank at the same count is stalled")
         return self._judged(stuck)
 
-    def _histories(self) -> Iterable[tuple[Communicator, int, float, int]]:
-        """(newest with counts, number of unchanged reports, seconds that they span, number of reports with counts)."""
-        reported: dict[str, list[tuple[float, Communicator]]] = {}
+    def _histories(self) -> Iterable[tuple[Communicator, list[Poll], int]]:
+        """(newest with counts, its reports without a change, newest first, number of reports with counts)."""
+        reported: dict[str, list[tuple[Poll, Communicator]]] = {}
         for p in self.polls:
             for communicator in p.status.communicators:
                 if communicator.has_counts or (
                     p.status.form == "text" and Condition.MISMATCH in communicator.conditions
                 ):
-                    reported.setdefault(communicator.hash, []).append((p.at, communicator))
+                    reported.setdefault(communicator.hash, []).append((p, communicator))
         present = (
             {communicator.hash for communicator in self.newest.status.communicators}
             if self.newest.status.form == "json"
@@ -341,22 +344,23 @@ class _RasAnalysis:
         for key, history in reported.items():
             if key not in present:
                 continue  # already torn down
-            last_at, last = history[-1]
-            same = 0
-            for _, communicator in reversed(history):
-                if communicator.standing() != last.standing():
+            last = history[-1][1]
+            standing, same = last.standing(), list[Poll]()
+            for poll, communicator in reversed(history):
+                if communicator.standing() != standing:
                     break
-                same += 1
-            yield last, same, last_at - history[-same][0], len(history)
+                same.append(poll)
+            yield last, same, len(history)
 
     def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
         found = list[Finding]()
-        waiting: dict[str, set[tuple[str, int | None, int | None]]] = {}
+        num_waits = Counter[tuple[str, int | None, int | None]]()  # communicators in which a process waits
         for stalled in stuck:
             late = {m.process for members in stalled.behind.values() for m in members}
-            waiting[stalled.communicator.hash] = {
-                m.process for spread in stalled.communicator.spreads for v in spread.levels[:-1] for m in v.members
-            } - late
+            num_waits.update(
+                {m.process for spread in stalled.communicator.spreads for v in spread.levels[:-1] for m in v.members}
+                - late
+            )
         for stalled in stuck:
             communicator = stalled.communicator
             if communicator.num_missing:
@@ -367,9 +371,9 @@ class _RasAnalysis:
             if (other := self._other_collective(stalled)) is not None:
                 found.append(other)
                 continue
-            elsewhere = set().union(*(w for key, w in waiting.items() if key != communicator.hash))
+            # A rank that is behind is not counted for this communicator: all of its waits are elsewhere.
             causes = {
-                name: [m for m in members if m.process not in elsewhere] for name, members in stalled.behind.items()
+                name: [m for m in members if not num_waits[m.process]] for name, members in stalled.behind.items()
             }
             causes = {name: members for name, members in causes.items() if members}
             if causes:

@@ -14,7 +14,7 @@ from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact
 from rolecall.diagnose import diagnose as diagnosing
-from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault
+from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault, KernelLinkChange
 from rolecall.formats.xid.xid import ADVICE, XIDS, XidAction, xid
 
 UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
@@ -526,6 +526,37 @@ def test_links(tmp_path: Path, name: str, changes: list[tuple[float, str]], word
         assert [d.fault_class for d in diagnoses] == [FaultClass.NETWORK] and words in diagnoses[0].because
     else:
         assert diagnoses == [] and any("single flap" in r for r in remarks) == (name != "boot")
+
+
+class CountedSeconds(float):
+    """Counts comparisons."""
+
+    num = 0
+
+    def __le__(self, other: float) -> bool:
+        CountedSeconds.num += 1
+        return float(self) <= float(other)
+
+    def __lt__(self, other: float) -> bool:
+        CountedSeconds.num += 1
+        return float(self) < float(other)
+
+    def __add__(self, other: float) -> "CountedSeconds":
+        return CountedSeconds(float(self) + other)
+
+
+def test_each_flap_of_a_link_is_not_compared_with_all_others() -> None:
+    num = 500
+    down, up = (KernelLinkChange(interface="eth0", up=state) for state in (False, True))
+    pairs = [
+        (KernelLogFact(node="n1", at=CountedSeconds(10 * n), dated=True, fact=fact, text="line"), fact)
+        for n in range(num)
+        for fact in (down, up)
+    ]
+    CountedSeconds.num = 0
+    found = kernel_findings.link_finding("n1", "eth0", pairs)
+    assert found is not None and "flaps: 31 times down within 5 min" in found.because
+    assert CountedSeconds.num < 50 * num
 
 
 def test_hardware_errors(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.nccl import inspector_times as nccl_times
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.formats.nccl.ras import Communicator, CommunicatorMember, LaunchLevel, RasStatus, Spread
 from tests.formats.test_nccl_inspector import line
 from tests.formats.test_nccl_ras import TEXT, communicator, lost, rank, raw
 
@@ -66,7 +67,19 @@ def test_a_single_report_accuses_no_rank_and_lists_those_behind(tmp_path: Path) 
 def test_two_answers_too_close_are_as_one(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 100)))
     assert polled(tmp_path, answer, answer, seconds=1.0)[0] == []
-    assert len(polled(tmp_path, answer, answer, answer, seconds=1.0)[0]) == 1
+
+
+def test_answers_of_many_nodes_at_one_moment_are_as_one(tmp_path: Path) -> None:
+    found, remarks = polled(tmp_path, *[raw(communicator(*ranks(101, 101, 100)))] * 8, seconds=0.04)
+    assert found == [] and "in RAS reports of one moment, ranks of a healthy job differ, too" in remarks[0]
+    found, remarks = polled(tmp_path, *[raw(communicator(*ranks(101, 101, 101)))] * 8, seconds=0.04)
+    assert found == [] and remarks == (nccl_status.SYMMETRIC,)
+
+
+def test_answers_in_one_file_count_unless_it_has_times(tmp_path: Path) -> None:
+    answer = raw(communicator(*ranks(101, 101, 100)))
+    assert len(polled(tmp_path, answer + answer + answer)[0]) == 1
+    assert polled(tmp_path, b"\n".join(stamped(answer, s, "reports") for s in (0, 1, 2)))[0] == []
 
 
 def test_a_symmetric_hang_is_undecided_and_stated(tmp_path: Path) -> None:
@@ -102,6 +115,46 @@ def test_a_victim_of_another_communicator_is_not_accused(tmp_path: Path) -> None
     assert suspects(finding) == [("10.0.0.1", None)]  # of pairs no one knows the job's ranks
     assert "rank 1 (10.0.0.1, process 102" in finding.because
     assert any("is its victim" in r for r in remarks)
+
+
+class CountedHost(str):
+    """Counts comparisons with others."""
+
+    num = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedHost.num += 1
+        return str(self) == other
+
+
+def test_each_stalled_communicator_is_not_compared_with_all_others() -> None:
+    """Rank 0 waits in each of them for another rank."""
+    num = 100
+    pairs = [
+        Communicator(
+            hash=f"{n:x}",
+            spreads=(
+                Spread(
+                    collective="AllReduce",
+                    levels=tuple(
+                        LaunchLevel(
+                            launched=launched,
+                            num_ranks=1,
+                            members=(CommunicatorMember(rank, CountedHost(f"n{rank * n}"), 1, rank),),
+                        )
+                        for rank, launched in ((0, 9), (1, 8))
+                    ),
+                ),
+            ),
+        )
+        for n in range(1, num + 1)
+    ]
+    status = RasStatus(form="json", communicators=tuple(pairs), num_communicators=num)
+    polls = [nccl_status.Poll(path=f"{at}.json", at=at, status=status) for at in (1000.0, 1030.0)]
+    CountedHost.num = 0
+    found, _ = nccl_status.diagnose(polls)
+    assert len(found) == num and CountedHost.num < 50 * num
 
 
 def test_a_circle_of_waits_is_not_judged(tmp_path: Path) -> None:

@@ -105,6 +105,13 @@ def test_half_of_the_peers_accuse_no_one() -> None:
     assert findings(StepTime(), slowed(slowed(stage(), 0, 3.0), 1, 3.0)) == []
 
 
+def test_one_of_two_that_stays_slow_is_named_once_the_other_has_recovered() -> None:
+    panel = slowed(stage(ticks=200), 0, 3.0, since=20)
+    values = panel.values.copy()
+    values[0, 20:60, 1] *= 3.0
+    assert [f.suspects[0].node for f in findings(StepTime(), replace(panel, values=values))] == ["n000"]
+
+
 def test_missing_and_senseless_values_break_nothing() -> None:
     values = slowed(stage(), 2, 2.3).values.copy()
     values[0, 5:9] = np.nan

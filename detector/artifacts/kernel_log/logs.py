@@ -144,8 +144,8 @@ _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
 )
 
-_HOST_NAME = re.compile(r"(?=[A-Za-z]\d*[A-Za-z-])[\w.-]*\d[\w.-]*")
-"""Names of hosts have letters and digits (`gpu7`, `h100-4`); `k` or `x31` say nothing."""
+_HOST_NAME = re.compile(r"(?=[A-Za-z]\d*[A-Za-z-])(?!.*20\d\d([-_.]?)[01]\d\1[0-3]\d)[\w.-]*\d[\w.-]*")
+"""Names of hosts have letters and digits (`gpu7`, `h100-4`); `k` or `x31` say nothing, nor does a date."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,19 +317,24 @@ def _note_unread(log: KernelLog, line: str) -> None:
 
 
 def _node_of(path: Path) -> str:
-    """The rest of the file's name after removing words such as dmesg (`dmesg-vm.txt`), else the name of the file
-    (`gpu7.log`) or its folder (`gpu7/dmesg.1.gz`), if it looks like a host's, else `unknown (file NAME)`."""
-    if node := place_of(path).get("node"):
-        return str(node).lower()
-    name = path.name
+    """What file or folder calls a node (`node-3/dmesg`), else the name of the file (`gpu7.log`) if it looks like a
+    host's, else its rest after removing words such as dmesg (`dmesg-vm.txt`), else the name of the folder
+    (`gpu7/dmesg.1.gz`) if it looks like a host's, else a folder above that is called a node, else `unknown (file ..)`.
+    """
+    name, folder = path.name, path.absolute().parent.name
+    near = place_of(Path("/", folder, name))
     for suffix in packed.SUFFIXES:
         name = name.removesuffix(suffix)
     stem = _SUFFIX.sub("", _ROTATED.sub("", name))
     rest = _GENERIC_NAME.sub("", stem).strip("-_.")
-    if rest and rest != stem:
-        return rest.lower()
-    names = (rest, path.absolute().parent.name)
-    return next((n.lower() for n in names if _HOST_NAME.fullmatch(n)), f"unknown (file {path.name})")
+    has_name = _HOST_NAME.fullmatch(rest) or (rest != stem and any(map(str.isalpha, rest)))
+    names = (
+        str(near.get("node", "")),
+        rest if has_name else "",
+        folder if _HOST_NAME.fullmatch(folder) else "",
+        str(place_of(path).get("node", "")),
+    )
+    return next((n.lower() for n in names if n), f"unknown (file {path.name})")
 
 
 def time_remarks(logs: Sequence[KernelLog]) -> list[str]:

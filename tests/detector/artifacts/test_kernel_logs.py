@@ -180,6 +180,29 @@ def test_a_folder_of_logs_names_its_nodes(tmp_path: Path) -> None:
     assert any("seconds since boot" in r for r in answer.inputs[0].remarks)
 
 
+@pytest.mark.parametrize(
+    ("files", "nodes"),
+    [
+        (("hosts_20261122/gpu7/dmesg.txt", "hosts_20261122/gpu8/dmesg.txt"), ["gpu7", "gpu8"]),
+        (("node-logs-2026-11-22/gpu7.log", "node-logs-2026-11-22/gpu8.log"), ["gpu7", "gpu8"]),
+        (("logs-2026-11-22/a.log", "logs-2026-11-22/b.log"), ["unknown (file a.log)", "unknown (file b.log)"]),
+        (("host-1122/gpu7/dmesg-20261122.txt",), ["gpu7"]),
+        (("incident-7/dmesg-alpha.txt", "incident-7/dmesg-beta.txt"), ["alpha", "beta"]),
+        (("node-3/dmesg2.txt", "node-4/var/log/kern.log", "node=m5/dmesg"), ["m5", "node-3", "node-4"]),
+        (("node-6.cluster.local/dmesg",), ["node-6.cluster.local"]),
+    ],
+    ids=lambda names: names[0],
+)
+def test_a_folder_of_collected_logs_is_no_node(tmp_path: Path, files: tuple[str, ...], nodes: list[str]) -> None:
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"[  160.000001] {of_xid(31)}\n")
+    diagnoses = diagnosing.diagnose([tmp_path], []).diagnoses
+    assert sorted({s.node for d in diagnoses for s in d.suspects}) == nodes
+    assert not any("recurred" in d.because for d in diagnoses)
+
+
 # --- what XIDs come to
 
 

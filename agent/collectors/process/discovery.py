@@ -21,7 +21,8 @@ A process without a known replica or rank is numbered by start order on its node
 nodes between jobs.
 
 The first matching rule wins, configured rules before the defaults. Children of a discovered process are its helpers
-(data loaders, compile workers) and are never discovered themselves.
+(data loaders, compile workers) and are never discovered themselves. Launchers and shells are therefore never ranks:
+srun gives them a rank's environment, and the ranks are their children.
 
 Ray's `setproctitle` overwrites the environment in `/proc/PID/environ` with zeros (seen with Ray 2.60): variables of a
 Ray actor are known only if the agent saw the process before it set its title, or with SPT_NOENV=1 in the job.
@@ -53,6 +54,17 @@ _HELPER = re.compile(
     r"compile_worker|pt_data_worker|pt_data_pin|torch\.distributed\.(run|launch)\b|-m rolecall|bin/rolecall"
 )
 """Helpers that may outlive a training process, launchers, and rolecall itself: never a rank."""
+_LAUNCHER = re.compile(
+    r"(?:(?:\S*/)?python[\w.-]*(?: -[WX] ?\S+| -[^WX\s]\S*)* )?"  # the interpreter and its options, `-m` among them
+    r"(?:(?:\S*/)?(?:torchrun|accelerate(?:-launch)?|deepspeed|ft_launcher|conda)|"
+    r"accelerate\.commands\.(?:launch|accelerate_cli)|deepspeed\.launcher\.\w+|"
+    r"nvidia_resiliency_ext\.fault_tolerance\.launcher)(?:\s|\Z)"
+)
+"""Launchers by program, script or module: a rank may name one among its own arguments (`train.py --deepspeed`)."""
+_SHELL = re.compile(r"(?:.*/)?-?(?:ba|da|a|k|z|c|tc|fi)?sh\Z")
+"""A shell that waits for the process that it started has that process's environment and names its command."""
+_PYTHON: Final = r"(^|/)python[\w.-]*(\s|$)"
+"""In the first argument: others name it, too (`timeout 9h python train.py`)."""
 
 _MASTER: Final = "{MASTER_ADDR}:{MASTER_PORT}"
 
@@ -113,7 +125,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     # torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start
     {
         "name": "torchrun",
-        "cmdline": r"python",
+        "title": _PYTHON,
         "environ": {"RANK": r"^\d+$", "WORLD_SIZE": r"^\d+$", "MASTER_ADDR": r"."},
         "role": "trainer",
         "replica": 0,
@@ -123,7 +135,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     # srun without torchrun
     {
         "name": "slurm",
-        "cmdline": r"python",
+        "title": _PYTHON,
         "environ": {"SLURM_PROCID": r"^\d+$", "SLURM_STEP_ID": r"^\d+$"},
         "role": "trainer",
         "replica": 0,
@@ -178,7 +190,7 @@ class Rule:
 
     def fits_command(self, facts: ProcessFacts) -> bool:
         """Whether title and command line match; otherwise the environment need not be read."""
-        if _HELPER.search(facts.cmdline):
+        if _HELPER.search(facts.cmdline) or _LAUNCHER.match(facts.cmdline) or _SHELL.match(facts.title):
             return False
         if self.title is not None and not self.title.search(facts.title):
             return False

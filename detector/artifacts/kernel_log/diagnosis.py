@@ -46,23 +46,38 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def in_order(logs: Sequence[KernelLog]) -> list[KernelLogFact]:
-    """Facts by time; those with only seconds since boot come last. Facts that several files hold (kern.log and the
-    journal) appear once."""
-    seen = sorted(
-        ((signal, i) for i, log in enumerate(logs) for signal in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
-    )
+    """Facts by time; those without a zone follow the others, and those with only seconds since boot come last. Facts
+    that several files hold (kern.log and the journal) appear once: what one clock has of a node and text is dropped if
+    a better one has it, too."""
+    full = _full_names(logs)
+    read = ((s, i) for i, log in enumerate(logs) for s in log.seen)
+    named = ((replace(s, node=full[s.node]) if s.node in full else s, i) for s, i in read)
+    seen = sorted(named, key=lambda pair: (pair[0].clock, pair[0].at))
     if len(logs) < 2:
         return [signal for signal, _ in seen]
-    kept: dict[tuple[str, bool, str], tuple[float, int]] = {}
+    best: dict[tuple[str, str], int] = {}
+    kept: dict[tuple[str, str], tuple[float, int]] = {}
     found = []
     for signal, i in seen:
-        key = signal.node, signal.dated, signal.text
+        key = signal.node, signal.text
+        if best.setdefault(key, signal.clock) != signal.clock:
+            continue
         at, of = kept.get(key, (float("-inf"), i))
         if of != i and signal.at - at < SAME_SECONDS:
             continue
         kept[key] = signal.at, i
         found.append(signal)
     return found
+
+
+def _full_names(logs: Sequence[KernelLog]) -> dict[str, str]:
+    """The name with its domain (`gpu7.cluster`) of nodes that other lines call by the short one."""
+    nodes = {s.node for log in logs for s in log.seen} | {node for log in logs for node, _ in log.uuids}
+    full: dict[str, set[str]] = {}
+    for name in nodes:
+        full.setdefault(name.partition(".")[0], set()).add(name)
+    longer = {short: names - {short} for short, names in full.items() if short in names}
+    return {short: names.pop() for short, names in longer.items() if len(names) == 1}
 
 
 def of(seen: Iterable[KernelLogFact], kind: type[Fact]) -> list[tuple[KernelLogFact, Fact]]:
@@ -81,7 +96,7 @@ def grouped(
 def times(seen: Sequence[KernelLogFact]) -> str:
     if len(seen) == 1:
         return "once"
-    if not all(s.timed for s in seen):
+    if not seen[0].timed or len({s.clock for s in seen}) > 1:
         return f"{len(seen)} times, over an unknown period"
     seconds = seen[-1].at - seen[0].at
     minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
@@ -162,14 +177,15 @@ class Gpu:
 
 
 def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gpu]:
-    uuids = {key: uuid for log in logs for key, uuid in log.uuids.items()}
+    full = _full_names(logs)
+    uuids = {(full.get(node, node), pci): uuid for log in logs for (node, pci), uuid in log.uuids.items()}
     lines = of(seen, XidLine)
     with_xid = {(s.node, x.pci) for s, x in lines if x.code == FELL_OFF}
     for signal in seen:
         # Beside its XID 79 the driver writes another line of the same loss.
         if isinstance(signal.fact, GpuLost) and (signal.node, signal.fact.pci) not in with_xid:
             lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
-    lines.sort(key=lambda pair: (pair[0].dated, pair[0].at))
+    lines.sort(key=lambda pair: (pair[0].clock, pair[0].at))
     gpus = []
     for (node, pci), pairs in grouped(lines, lambda signal, x: (signal.node, x.pci)).items():
         by_code = grouped(pairs, lambda _, x: x.code)
@@ -179,20 +195,20 @@ def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gp
     return gpus
 
 
-def _bursts(at: Sequence[float]) -> list[float]:
-    """Start time of each occurrence."""
-    begun: list[float] = []
-    last = float("-inf")
-    for t in at:
-        if t - last > BURST_SECONDS:
-            begun.append(t)
-        last = t
-    return begun
+def _bursts(seen: Sequence[KernelLogFact]) -> list[float]:
+    """Start time of each occurrence. Of several clocks, of the one that has most of them."""
+    begun: dict[int, list[float]] = {}
+    last: dict[int, float] = {}
+    for s in seen:
+        if s.at - last.get(s.clock, float("-inf")) > BURST_SECONDS:
+            begun.setdefault(s.clock, []).append(s.at)
+        last[s.clock] = s.at
+    return max(begun.values(), key=len, default=[])
 
 
-def _most_in_a_day(at: Sequence[float]) -> int:
+def _most_in_a_day(seen: Sequence[KernelLogFact]) -> int:
     """Maximum number of occurrences within 24 hours."""
-    begun = _bursts(at)
+    begun = _bursts(seen)
     return max((bisect_left(begun, a + REPEAT_SECONDS) - i for i, a in enumerate(begun)), default=0)
 
 
@@ -203,7 +219,7 @@ def _worst(lines: Sequence[XidLine]) -> XidLine:
 
 def leading_code(gpu: Gpu) -> int | None:
     """The code that names the finding: the worst, then the earliest. None: all are ignorable."""
-    first = {code: seen[0].at for code, seen in gpu.codes.items()}
+    first = {code: (seen[0].clock, seen[0].at) for code, seen in gpu.codes.items()}
     ranks = {code: _RANK[_worst(lines).action] for code, lines in gpu.lines.items()}
     if 154 in ranks:
         ranks[154] = _RANK[_verdict(gpu)[0]] if len(first) == 1 else 0
@@ -241,12 +257,12 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
     shown = sorted([*shown, *[s[0] for c, s in codes.items() if c != lead][: NUM_LINES_SHOWN // 2]], key=lambda s: s.at)
     lines = [Evidence(kind="line", text=s.text) for s in shown]
     evidence += [*times_known(codes[lead]), *lines, Evidence(kind=ADVICE, text=advice)]
-    at = codes[lead][0].at
+    at, clock = codes[lead][0].at, codes[lead][0].clock
     return Finding(
         detector=DETECTOR,
         suspects=(Suspect(node=NodeId(gpu.node)),),
         fault_class=fault_class,
-        onset=min(gpu.seen[0][0].at, at),
+        onset=min(s.at for s, _ in gpu.seen if s.clock == clock),
         detected_at=at,
         confidence=CONFIDENCE_FATAL if worst.fatal else CONFIDENCE,
         because=f"{gpu.title}: {sentence}",
@@ -283,17 +299,17 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
     elif known.code == 31:
         if num_with_31 >= NUM_REPEATS:
             sentence += f"; {num_with_31} GPUs report it: the application is the cause"
-        elif _most_in_a_day([s.at for s in seen]) >= NUM_REPEATS:
+        elif _most_in_a_day(seen) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += "; it recurred within a day, on this GPU alone"
     elif known.code == 13:
         places = Counter(x.place for x in lines if x.place)
-        if len(places) == 1 and places.total() >= NUM_REPEATS and len(_bursts([s.at for s in seen])) >= NUM_REPEATS:
+        if len(places) == 1 and places.total() >= NUM_REPEATS and len(_bursts(seen)) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += f"; always at {next(iter(places))}"
         elif len(places) > 1:
             sentence += f"; at {len(places)} locations on the chip: the application is the cause"
-    if worst.fatal and _most_in_a_day([s.at for s in seen]) >= NUM_FATAL_BURSTS:
+    if worst.fatal and _most_in_a_day(seen) >= NUM_FATAL_BURSTS:
         sentence += f"; {NUM_FATAL_BURSTS} or more times within a day"
         advice = XID_ADVICE[XidAction.CONTACT_SUPPORT]
     if not known.known:

@@ -144,14 +144,14 @@ _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
 )
 
-_HOST_NAME = re.compile(r"(?=[A-Za-z]\d*[A-Za-z-])[\w.-]*\d[\w.-]*")
-"""Names of hosts have letters and digits (`gpu7`, `h100-4`); `k` or `x31` say nothing."""
+_HOST_NAME = re.compile(r"(?=[A-Za-z]\d*[A-Za-z-])(?!.*20\d\d([-_.]?)[01]\d\1[0-3]\d)[\w.-]*\d[\w.-]*")
+"""Names of hosts have letters and digits (`gpu7`, `h100-4`); `k` or `x31` say nothing, nor does a date."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogFact:
     """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: unknown. `text`:
-    the message, truncated."""
+    the message, truncated. `zone_assumed`: the line has no zone, and `at` may be hours off."""
 
     node: str
     at: float
@@ -159,6 +159,12 @@ class KernelLogFact:
     fact: KernelFact
     text: str
     timed: bool = True
+    zone_assumed: bool = False
+
+    @property
+    def clock(self) -> int:
+        """The best has number 0. Times of two clocks cannot be compared."""
+        return int(self.zone_assumed) if self.dated else 2 if self.timed else 3
 
 
 @dataclass(slots=True, kw_only=True)
@@ -299,7 +305,9 @@ def _take(
         return
     at = stamped.wall_at
     if stamped.local is not None:
-        at, log.zone_assumed = wall_of_local(stamped.local, written_at), True
+        at = wall_of_local(stamped.local, written_at)
+    zone_assumed = stamped.zone_assumed or stamped.local is not None
+    log.zone_assumed |= zone_assumed
     dated = at is not None
     timed = dated or stamped.uptime_seconds is not None
     log.undated |= timed and not dated
@@ -307,7 +315,9 @@ def _take(
     if at is None:
         at = stamped.uptime_seconds or 0.0
     text = stamped.message[:TEXT_CHARS_MAX].strip()
-    log.seen.append(KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=text, timed=timed))
+    log.seen.append(
+        KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=text, timed=timed, zone_assumed=zone_assumed)
+    )
 
 
 def _note_unread(log: KernelLog, line: str) -> None:
@@ -317,26 +327,31 @@ def _note_unread(log: KernelLog, line: str) -> None:
 
 
 def _node_of(path: Path) -> str:
-    """The rest of the file's name after removing words such as dmesg (`dmesg-vm.txt`), else the name of the file
-    (`gpu7.log`) or its folder (`gpu7/dmesg.1.gz`), if it looks like a host's, else `unknown (file NAME)`."""
-    if node := place_of(path).get("node"):
-        return str(node).lower()
-    name = path.name
+    """What file or folder calls a node (`node-3/dmesg`), else the name of the file (`gpu7.log`) if it looks like a
+    host's, else its rest after removing words such as dmesg (`dmesg-vm.txt`), else the name of the folder
+    (`gpu7/dmesg.1.gz`) if it looks like a host's, else a folder above that is called a node, else `unknown (file ..)`.
+    """
+    name, folder = path.name, path.absolute().parent.name
+    near = place_of(Path("/", folder, name))
     for suffix in packed.SUFFIXES:
         name = name.removesuffix(suffix)
     stem = _SUFFIX.sub("", _ROTATED.sub("", name))
     rest = _GENERIC_NAME.sub("", stem).strip("-_.")
-    if rest and rest != stem:
-        return rest.lower()
-    names = (rest, path.absolute().parent.name)
-    return next((n.lower() for n in names if _HOST_NAME.fullmatch(n)), f"unknown (file {path.name})")
+    has_name = _HOST_NAME.fullmatch(rest) or (rest != stem and any(map(str.isalpha, rest)))
+    names = (
+        str(near.get("node", "")),
+        rest if has_name else "",
+        folder if _HOST_NAME.fullmatch(folder) else "",
+        str(place_of(path).get("node", "")),
+    )
+    return next((n.lower() for n in names if n), f"unknown (file {path.name})")
 
 
 def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
     """Reliability of the times."""
     remarks = []
     if any(log.zone_assumed for log in logs):
-        remarks.append("some lines have neither year nor zone: UTC is assumed, as late as the file allows")
+        remarks.append("some lines have no zone: UTC is assumed, and without a year as late as the file allows")
     if any(log.undated for log in logs):
         remarks.append("some lines have only seconds since boot, and so have their findings")
     if any(log.untimed for log in logs):

@@ -41,7 +41,8 @@ _RANK = re.compile(
 _PID = re.compile(r"(?<![a-z])pid[-_=.]?(\d{1,10})(?!\d)")
 _AXIS = re.compile(rf"(?<![a-z])({'|'.join(AXES)})[-_=]?(\d{{1,6}})(?!\d)")
 _NODE = re.compile(r"(?<![a-z])((?:node|host|machine)(?:=[^_,]+|[-_]?[a-z0-9]*\d[a-z0-9]*))", re.IGNORECASE)
-_NODE_FOLDER = re.compile(r"(?:node|host|machine)(?:[-_]?[\w.-]*\d[\w.-]*|=.+)\Z", re.IGNORECASE)
+_NODE_FOLDER = re.compile(r"(?:node|host|machine)(?:[-_]?\d{1,5}(?:\.[a-z][\w.-]*)?|=.+)\Z", re.IGNORECASE)
+"""One node, with its domain or without. `hosts_20261122` and `node-logs-2026-11-22` hold the files of several."""
 _KNOWN_ROLE = r"trainer-standby|trainer|rollout|reward|reference|critic|controller|standby"
 _ROLE = re.compile(rf"(?<![a-z0-9])({_KNOWN_ROLE})(?![a-z])(?:[-/]?(\d{{1,6}})(?!\d))?")
 _OTHER_ROLE = re.compile(r"([a-z]{2,30})-(\d{1,6})(?=[-_.]?(?:rank|pid|round)|\Z)")

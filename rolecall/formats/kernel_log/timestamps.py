@@ -30,7 +30,8 @@ class TimestampedLine:
     """One line of the kernel. At most one of the times is given, and none by `dmesg -t`.
 
     `wall_at`: seconds since 1970. `uptime_seconds`: since boot, as the kernel's own clock counts. `local`: month, day,
-    hour, minute, second of a clock without year and zone.
+    hour, minute, second of a clock without year and zone. `zone_assumed`: `wall_at` is of a clock without a zone, taken
+    to show UTC.
     """
 
     message: str
@@ -38,6 +39,7 @@ class TimestampedLine:
     wall_at: float | None = None
     uptime_seconds: float | None = None
     local: tuple[int, int, int, int, float] | None = None
+    zone_assumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +112,17 @@ def parse_line(line: str) -> TimestampedLine | None:
     if match := _DMESG_DATE.match(line):
         local = _local(match[1], match[2], match[3], match[4], match[5])
         wall_at = _wall(int(match[6]), local)
-        return None if wall_at is None else TimestampedLine(message=match[7], wall_at=wall_at)
+        return None if wall_at is None else TimestampedLine(message=match[7], wall_at=wall_at, zone_assumed=True)
     for pattern in (_ISO, _FULL):
         if match := pattern.match(line):
-            if (wall_at := _iso(match[1])) is None:
+            if (at := _iso(match[1])) is None:
                 return None
+            wall_at = at.replace(tzinfo=at.tzinfo or UTC).timestamp()
+            zone_assumed = pattern is _ISO and at.tzinfo is None
             # dmesg writes no host after its time; journalctl and rsyslog do.
             tag_wanted = not _OF_DMESG.fullmatch(match[1])
-            return _tagged(TimestampedLine(message=match[2], wall_at=wall_at), tag_wanted=tag_wanted)
+            stamped = TimestampedLine(message=match[2], wall_at=wall_at, zone_assumed=zone_assumed)
+            return _tagged(stamped, tag_wanted=tag_wanted)
     if match := _SHORT.match(line):
         local = _local(match[1], match[2], match[3], match[4], match[5])
         # 2024 is a leap year: without the year, February 29 may exist.
@@ -195,12 +200,11 @@ def _wall(year: int, local: tuple[int, int, int, int, float]) -> float | None:
         return None
 
 
-def _iso(text: str) -> float | None:
+def _iso(text: str) -> datetime | None:
     try:
-        at = datetime.fromisoformat(text.replace(",", ".").replace(" +", "+").replace(" -", "-").replace(" Z", "Z"))
+        return datetime.fromisoformat(text.replace(",", ".").replace(" +", "+").replace(" -", "-").replace(" Z", "Z"))
     except ValueError:
         return None
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def wall_of_local(local: tuple[int, int, int, int, float], not_after: float) -> float | None:

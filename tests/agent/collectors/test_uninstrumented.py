@@ -180,6 +180,49 @@ def test_default_rules_match_four_kinds_of_jobs(
     assert (found and (found.role, found.replica, found.rank)) == expected
 
 
+SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711"}
+LAUNCHERS = (
+    "/opt/conda/bin/python3.11 /opt/conda/bin/torchrun --nproc-per-node 8 --rdzv-backend c10d train.py",
+    "/usr/bin/python3 -u -W ignore /usr/local/bin/torchrun -m recipes.train",
+    "/opt/conda/bin/python3.11 /opt/conda/bin/accelerate launch --num_processes 8 train.py",
+    "/opt/conda/bin/python3.11 /opt/conda/bin/accelerate-launch train.py",
+    "python -m accelerate.commands.launch --num_processes 8 train.py",
+    "/usr/bin/python3 /usr/local/bin/deepspeed --num_gpus 8 train.py --deepspeed ds.json",
+    "/usr/bin/python3 -u -m deepspeed.launcher.launch --world_info=eyJ9 --node_rank=0 train.py",
+    "/opt/venv/bin/python /opt/venv/bin/ft_launcher --nproc-per-node=8 train.py",
+    "python -m torch.distributed.run --nproc-per-node 8 train.py",
+    "/opt/conda/bin/python /opt/conda/bin/conda run -n rl python train.py",
+    "bash -c source env.sh; python train.py",
+    "/bin/sh /var/spool/slurmd/job4711/slurm_script python train.py",
+    "timeout 9h python train.py",
+    "uv run python train.py",
+)
+RANKS = (
+    "python train.py",
+    "/opt/conda/bin/python3.11 -u train.py --local_rank=0 --deepspeed ds.json",
+    "python -X faulthandler -m recipes.train --launcher torchrun",
+    "python accelerate_train.py launch",
+    "python ./deepspeed.py",
+    "python -u /work/torchrun_examples/train.py",
+)
+
+
+@pytest.mark.parametrize("environ", [TORCH, SRUN], ids=["of a PyTorchJob", "of srun"])
+def test_launchers_are_no_ranks(environ: Mapping[str, str]) -> None:
+    rules = parse_discovery({})
+    for commands, is_rank in ((LAUNCHERS, False), (RANKS, True)):
+        for command in commands:
+            found = rules.find(ProcessFacts(arguments=tuple(command.split()), environ=environ))
+            assert (found is not None) == is_rank, command
+
+
+def test_a_shell_that_runs_a_rank_is_none_to_configured_rules() -> None:
+    rules = parse_discovery({"rules": [{"name": "mine", "cmdline": r"train\.py", "role": "trainer"}]})
+    assert rules.find(ProcessFacts(arguments=("/bin/bash", "-c", "nice python train.py"))) is None
+    assert rules.find(ProcessFacts(arguments=("torchrun", "train.py"))) is None
+    assert rules.find(ProcessFacts(arguments=("pypy3", "train.py"))) is not None
+
+
 def test_rules_of_the_configuration_come_first_and_may_name_numbers_by_groups_and_labels() -> None:
     rule = {"name": "mine", "title": r"^ray::LLMRayActor_(?P<engine>\d+)", "role": "engine", "replica": "{engine}"}
     other = {"name": "pods", "labels": {"app": "^rl$"}, "role": "trainer", "replica": 0, "rank": "{RANK}|{index}"}

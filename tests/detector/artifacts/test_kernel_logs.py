@@ -180,6 +180,82 @@ def test_a_folder_of_logs_names_its_nodes(tmp_path: Path) -> None:
     assert any("seconds since boot" in r for r in answer.inputs[0].remarks)
 
 
+@pytest.mark.parametrize(
+    ("files", "nodes"),
+    [
+        (("hosts_20261122/gpu7/dmesg.txt", "hosts_20261122/gpu8/dmesg.txt"), ["gpu7", "gpu8"]),
+        (("node-logs-2026-11-22/gpu7.log", "node-logs-2026-11-22/gpu8.log"), ["gpu7", "gpu8"]),
+        (("logs-2026-11-22/a.log", "logs-2026-11-22/b.log"), ["unknown (file a.log)", "unknown (file b.log)"]),
+        (("host-1122/gpu7/dmesg-20261122.txt",), ["gpu7"]),
+        (("incident-7/dmesg-alpha.txt", "incident-7/dmesg-beta.txt"), ["alpha", "beta"]),
+        (("node-3/dmesg2.txt", "node-4/var/log/kern.log", "node=m5/dmesg"), ["m5", "node-3", "node-4"]),
+        (("node-6.cluster.local/dmesg",), ["node-6.cluster.local"]),
+    ],
+    ids=lambda names: names[0],
+)
+def test_a_folder_of_collected_logs_is_no_node(tmp_path: Path, files: tuple[str, ...], nodes: list[str]) -> None:
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"[  160.000001] {of_xid(31)}\n")
+    diagnoses = diagnosing.diagnose([tmp_path], []).diagnoses
+    assert sorted({s.node for d in diagnoses for s in d.suspects}) == nodes
+    assert not any("recurred" in d.because for d in diagnoses)
+
+
+UPTIME, LOCAL_DMESG, LOCAL_SYSLOG = (
+    "[  160.000001] {}",
+    "[Sun Nov 22 10:00:02 2026] {}",
+    "Nov 22 10:00:00 gpu7 kernel: {}",
+)
+"""Of the same moment as `FORMS["journalctl -k -o short-iso"]`, on a machine two hours east of UTC."""
+
+
+def on_two_clocks(tmp_path: Path, form: str, message: str, in_journal: str = "") -> tuple[Diagnosis, str]:
+    """What a node's log in this form and its journal come to, and the description of the input."""
+    (tmp_path / "gpu7").mkdir(exist_ok=True)
+    (tmp_path / "gpu7" / "dmesg.txt").write_text(f"{form.format(NOISE)}\n{form.format(message)}\n")
+    stamp = FORMS["journalctl -k -o short-iso"].replace("gpu-7", "gpu7.cluster")
+    (tmp_path / "gpu7" / "journal.txt").write_text(stamp.format(in_journal or message) + "\n")
+    answer = diagnosing.diagnose([tmp_path], [])
+    [d] = answer.diagnoses
+    return d, answer.inputs[0].content
+
+
+@pytest.mark.parametrize("form", [UPTIME, LOCAL_DMESG, LOCAL_SYSLOG])
+@pytest.mark.parametrize("code", [13, 31, 79])
+def test_an_event_that_two_clocks_tell_of_is_one(tmp_path: Path, form: str, code: int) -> None:
+    message = of_xid(code, "Graphics SM Warp Exception on (GPC 0, TPC 3, SM 0): Out Of Range Address")
+    d, content = on_two_clocks(tmp_path, form, message)
+    assert d.fault_class == xid(code).fault_class and ", once" in d.because
+    assert (d.suspects[0].node, d.onset, d.detected_at) == ("gpu7.cluster", T, T)
+    assert content.endswith("1 event on 1 node, 1 XID")
+
+
+@pytest.mark.parametrize("form", [UPTIME, LOCAL_DMESG])
+def test_times_of_two_clocks_are_not_compared(tmp_path: Path, form: str) -> None:
+    message = of_xid(13, "Graphics SM Warp Exception on (GPC 0, TPC 3, SM 0): Out Of Range Address")
+    d, _ = on_two_clocks(tmp_path, form, message, message.replace("4711", "4712"))
+    assert d.fault_class == FaultClass.USER_CODE and "2 times, over an unknown period" in d.because
+    assert d.onset == T, "the time of the better clock"
+
+
+@pytest.mark.parametrize("form", [LOCAL_DMESG, LOCAL_SYSLOG, "2026-11-22T10:00:00 gpu7 kernel: {}"])
+def test_a_time_without_zone_is_said_to_be_taken_as_utc(tmp_path: Path, form: str) -> None:
+    _, remarks = reported(tmp_path, form.format(of_xid(79)))
+    assert "some lines have no zone: UTC is assumed, and without a year as late as the file allows" in remarks
+    assert (
+        reported(tmp_path, *(FORMS[f"journalctl -k -o short-{how}"].format(of_xid(79)) for how in ("full", "iso")))[1]
+        == ()
+    )
+
+
+def test_machines_of_two_clusters_with_one_short_name_are_two(tmp_path: Path) -> None:
+    lines = [iso(i, of_xid(94), host=host) for i, host in enumerate(("gpu7.east", "gpu7.west", "gpu7"))]
+    diagnoses, _ = reported(tmp_path, *lines)
+    assert sorted(d.suspects[0].node for d in diagnoses) == ["gpu7", "gpu7.east", "gpu7.west"]
+
+
 # --- what XIDs come to
 
 

@@ -511,6 +511,11 @@ class EttrAccumulator:
         self._settled_until = until
         self._losses = [c for c in self._losses if c.until > until]
 
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether a loss lasts until an engine's weights are admitted."""
+        return bool(self.open_incidents or self._lent.open)
+
     def open_losses(self) -> tuple[Loss, ...]:
         """Losses of open incidents, until infinity while they go on."""
         return tuple(loss for loss in self._open_losses(math.inf) if loss.incident_id)

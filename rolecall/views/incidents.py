@@ -34,6 +34,7 @@ from rolecall.core.journal.payloads.run import (
     StepInterrupted,
     WeightsAdmitted,
 )
+from rolecall.core.membership import is_standby
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
 from rolecall.views.lifetimes import IncarnationRecord, Key
@@ -263,7 +264,7 @@ class LentReplicas:
     def take(self, event: Event) -> LentTime | None:
         """Returns the time of a replica that serves again."""
         match event.payload:
-            case NodeLent() as said:
+            case NodeLent() as said if not is_standby(said.replica):
                 self.open[said.replica] = LentTime(
                     replica=said.replica,
                     incarnation=said.incarnation,
@@ -314,14 +315,18 @@ def summarize_incidents(
         )
         for s in found
     ]
-    replicas = LentReplicas()
-    over = [lent for e in events if (lent := replicas.take(e)) is not None]
     return MatchedIncidents(
         summaries=tuple(summaries),
         missed=tuple(missed),
         false_alarms=tuple(false_alarms),
-        lent=(*over, *replicas.open.values()),
+        lent=lent_times(events),
     )
+
+
+def lent_times(events: Iterable[Event]) -> tuple[LentTime, ...]:
+    replicas = LentReplicas()
+    over = [lent for e in events if (lent := replicas.take(e)) is not None]
+    return (*over, *replicas.open.values())
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:

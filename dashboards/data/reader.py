@@ -71,7 +71,7 @@ class Fold:
 
     def _wanted(self, kind: str) -> bool:
         """Admissions of weights come at every step from every rollout: those that nothing waits for are left out."""
-        self._awaited |= kind in (_K.PLAN_CREATED, _K.NODE_LENT)
+        self._awaited |= kind in (_K.PLAN_CREATED, _K.NODE_LENT, _K.COMPONENT_RESTARTED)
         return kind != _K.WEIGHTS_ADMITTED or self._awaited or self.trends.ettr.awaits_weights
 
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:

@@ -54,7 +54,7 @@ from rolecall.views.mfu import MfuMeter, RoleMfu, mfu_courses, role_mfu
 from rolecall.views.phases import PhaseTime, RecoveryPhases, phase_times, phases_of_run
 
 _K = EventKind
-KINDS = (*RETAINED, *INCIDENT_KINDS, _K.NODE_LENT, _K.RUN_STARTED, _K.RUN_ENDED)
+KINDS = (*RETAINED, *INCIDENT_KINDS, _K.RUN_STARTED, _K.RUN_ENDED)
 PAGE_EVENTS = 2_000
 """Events read per query, so that pages can be drawn in between."""
 IDLE_FACTOR = 20.0

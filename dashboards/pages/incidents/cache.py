@@ -59,7 +59,7 @@ from rolecall.detector.sources.prometheus_api import (
     PrometheusUnavailable,
 )
 from rolecall.views.ettr import Loss, losses, waiting_trainers
-from rolecall.views.incidents import IncidentSummary, MatchedIncidents, lent_times
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents, away_times
 
 K = EventKind
 TRAINER = "trainer/"
@@ -93,8 +93,8 @@ def cost(
         end = closed_at if closed_at is not None else material.events[-1].wall_at
     lost = losses(MatchedIncidents(summaries=(summary,)), end)
     ended_at = next((e.wall_at for e in material.around if e.kind is K.RUN_ENDED), None)
-    loans = lent_times(material.around)
-    lenders = losses(MatchedIncidents(lent=loans), material.now if ended_at is None else ended_at)
+    loans = away_times(material.around)
+    lenders = losses(MatchedIncidents(away=loans), material.now if ended_at is None else ended_at)
     waiting = waiting_trainers(lost, (name for name, _ in material.known if name.startswith(TRAINER)))
     replica_seconds = sum(loss.until - loss.since for loss in (*lost, *lenders)) + sum(s for _, s in waiting)
     during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]

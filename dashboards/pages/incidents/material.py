@@ -18,7 +18,7 @@ from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.incidents.table import first_line
 from rolecall.recovery.incidents import INCIDENT_KINDS, WINDOW_NAME, Incident, IncidentProjection
-from rolecall.views.incidents import InjectedFault, LentReplicas
+from rolecall.views.incidents import AwayReplicas, InjectedFault
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
@@ -151,7 +151,7 @@ def _around(
 def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
     """When the rollouts that lent their nodes served again, however late; else the end of the run. Looked up after each
     of their starts, because rollouts prove their weights at every step."""
-    lenders, found = LentReplicas(), list[Event]()
+    lenders, found = AwayReplicas(), list[Event]()
     for event in own:
         lenders.take(event)
     if not lenders.open:
@@ -161,7 +161,7 @@ def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
         lent = lenders.open.get(said.replica)
         if lent is not None and said.incarnation > lent.incarnation:
             proofs = journal.events(after=start.seq, kinds=(K.WEIGHTS_ADMITTED,), limit=CHUNK_LINES, damaged=[])
-            found += [e for e in proofs if lenders.take(e) is not None]
+            found += [e for e in proofs if lenders.take(e)]
     ended = journal.last(K.RUN_ENDED) if lenders.open else None
     return [*found, *([ended] if ended is not None else [])]
 

@@ -66,16 +66,16 @@ class Fold:
         self.mode, self.orphans_mode = "", ""
         self.seq, self.hash = 0, ""  # of the newest event that was applied
         self.reader = JournalReader(page_events=CHUNK_EVENTS, wanted=self._wanted)
-        self._planned = False  # since the last `take`
+        self._awaited = False  # by an event since the last `take`
         self._partial = partial
 
     def _wanted(self, kind: str) -> bool:
         """Admissions of weights come at every step from every rollout: those that nothing waits for are left out."""
-        self._planned |= kind == _K.PLAN_CREATED
-        return kind != _K.WEIGHTS_ADMITTED or self._planned or bool(self.trends.ettr.open_incidents)
+        self._awaited |= kind in (_K.PLAN_CREATED, _K.NODE_LENT, _K.COMPONENT_RESTARTED)
+        return kind != _K.WEIGHTS_ADMITTED or self._awaited or self.trends.ettr.awaits_weights
 
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:
-        self._planned = False
+        self._awaited = False
         if self._partial:
             known = self.projection.incidents
             ours = {e.incident_id for e in events if e.kind is _K.INCIDENT_OPENED}

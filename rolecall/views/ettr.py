@@ -9,7 +9,8 @@ because the rollouts continue to generate. The paper does not define the cost of
 rollouts are lost, the window counts (num_rollouts - k + active trainers) / (num_rollouts + num_trainers), so the result
 is never higher than the paper's. A rollout that has lent its node is lost, too. From the fault until the interrupted
 step is committed, no trainer counts; from then until the replacement serves, the survivors do. A replica slowed by a
-fault counts as lost, although it still does some work.
+fault counts as lost, although it still does some work. All replicas of a run that ended and was started again are lost
+until each serves: from the last commit or membership epoch on, because the journal does not say when it ended.
 
 The time runs from the first membership epoch with a trainer and a rollout until now (`counted_until`); of an ended run
 to its last committed step. An open incident costs its suspects from the onset until now.
@@ -31,10 +32,10 @@ from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply_leniently
 from rolecall.views.incidents import (
     CLOCK_SLACK_SECONDS,
+    AwayReplicas,
+    AwayTime,
     IncidentSummary,
     InjectedFault,
-    LentReplicas,
-    LentTime,
     MatchedIncidents,
     summarize_incidents,
 )
@@ -48,11 +49,12 @@ NUM_RETAINED_MAX = 50_000
 _K = EventKind
 RETAINED = frozenset(
     {_K.EPOCH_ADVANCED, _K.STEP_COMMITTED, _K.STEP_INTERRUPTED, _K.REQUESTS_REASSIGNED, _K.WEIGHTS_ADMITTED}
-    | {_K.REPLICA_STARTING, _K.REPLICA_READY, _K.REPLICA_LOST, _K.REPLICA_STOPPED}
+    | {_K.REPLICA_STARTING, _K.REPLICA_READY, _K.REPLICA_LOST, _K.REPLICA_STOPPED, _K.NODE_LENT}
+    | {_K.COMPONENT_RESTARTED}
 )
-"""Events from which the cost of an incident is computed."""
+"""Events from which the cost of incidents and outages is computed."""
 UNDETECTED = "undetected"
-"""Fault class of an injected fault without an incident."""
+"""Fault class of time lost without an incident: to an injected fault, or to an outage of the whole run."""
 
 Cause = tuple[str, str]
 """(role, fault class) of lost time."""
@@ -88,8 +90,8 @@ class Step:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Work of one replica lost from `since` to `until`, wall seconds. `stalled_until`: trainers only; no trainer
-    computes before it. `incident_id` is empty for an undetected fault. `by_restart`: its role, or the job, was
-    restarted."""
+    computes before it. `incident_id` is empty for an undetected fault. `by_restart`: its role, the job, or the whole
+    run was started again."""
 
     replica: str
     since: float
@@ -188,35 +190,25 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
             )
             for replica in sorted(since)
         ]
-        found += _losses_of_restart(summary, end)
+        found += [_loss_of(away, str(diagnosis.fault_class), end) for away in summary.restarts]
     classes = {s.incident.incident_id: str(s.incident.diagnosis.fault_class) for s in joined.summaries}
-    found += [_loss_of_lender(lent, classes.get(lent.incident_id, UNDETECTED), end) for lent in joined.lent]
+    found += [_loss_of(away, classes.get(away.incident_id, UNDETECTED), end) for away in joined.away]
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
 
 
-def _loss_of_lender(lent: LentTime, fault: str, end: float) -> Loss:
-    until = end if lent.until is None else min(lent.until, end)
-    return Loss(replica=lent.replica, since=lent.since, until=until, fault=fault, incident_id=lent.incident_id)
-
-
-def _losses_of_restart(summary: IncidentSummary, end: float) -> list[Loss]:
-    """Of the replicas that restarts took down, each until it serves; trainers wait for the last of them."""
-    found = []
-    for replica, since, serves_at in sorted(summary.restarts, key=lambda r: r[:2]):
-        until = end if serves_at is None else min(serves_at, end)
-        found.append(
-            Loss(
-                replica=replica,
-                since=since,
-                until=until,
-                stalled_until=until,
-                fault=str(summary.incident.diagnosis.fault_class),
-                incident_id=summary.incident.incident_id,
-                by_restart=True,
-            )
-        )
-    return found
+def _loss_of(away: AwayTime, fault: str, end: float) -> Loss:
+    """Trainers wait for the last one that a restart took down."""
+    until = end if away.until is None else min(away.until, end)
+    return Loss(
+        replica=away.replica,
+        since=away.since,
+        until=until,
+        stalled_until=until if away.by_restart else 0.0,
+        fault=fault,
+        incident_id=away.incident_id,
+        by_restart=away.by_restart,
+    )
 
 
 def counted_until(
@@ -405,8 +397,8 @@ class EttrAccumulator:
     _ended: bool = False
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_RETAINED_MAX))
     _losses: list[Loss] = field(default_factory=list)  # of closed incidents, not settled yet
-    _lent: LentReplicas = field(default_factory=LentReplicas)
-    _lent_for: dict[str, str] = field(default_factory=dict)  # incident -> fault class, of replicas that are lent now
+    _away: AwayReplicas = field(default_factory=AwayReplicas)
+    _away_for: dict[str, str] = field(default_factory=dict)  # incident -> fault class, of replicas that are away now
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
 
@@ -424,23 +416,21 @@ class EttrAccumulator:
             self._ended = True
         if event.kind in INCIDENT_KINDS:
             return self._take_incident(event)
-        self._take_lent(event)
+        self._take_away(event)
         if event.kind in RETAINED:
             self._events.append(event.slim())
         return None
 
-    def _take_lent(self, event: Event) -> None:
-        over = self._lent.take(event)
-        if over is not None:
-            self._losses.append(self._loss_of_lender(over, event.wall_at))
-        elif event.kind is _K.NODE_LENT and event.incident_id in self.open_incidents:
+    def _take_away(self, event: Event) -> None:
+        self._losses += [self._loss_of(away, event.wall_at) for away in self._away.take(event)]
+        if event.kind is _K.NODE_LENT and event.incident_id in self.open_incidents:
             fault = self.open_incidents[event.incident_id].diagnosis.fault_class
-            self._lent_for[event.incident_id] = str(fault)
-        lenders = {lent.incident_id for lent in self._lent.open.values()}
-        self._lent_for = {which: fault for which, fault in self._lent_for.items() if which in lenders}
+            self._away_for[event.incident_id] = str(fault)
+        causes = {away.incident_id for away in self._away.open.values()}
+        self._away_for = {which: fault for which, fault in self._away_for.items() if which in causes}
 
-    def _loss_of_lender(self, lent: LentTime, end: float) -> Loss:
-        return _loss_of_lender(lent, self._lent_for.get(lent.incident_id, UNDETECTED), end)
+    def _loss_of(self, away: AwayTime, end: float) -> Loss:
+        return _loss_of(away, self._away_for.get(away.incident_id, UNDETECTED), end)
 
     def _take_incident(self, event: Event) -> IncidentSummary | None:
         which = event.incident_id or ""
@@ -456,6 +446,10 @@ class EttrAccumulator:
         matched, faults = self._summarized(incident)
         self._matched |= faults
         self._losses += losses(matched, event.wall_at)
+        for away in (away for summary in matched.summaries for away in summary.restarts):
+            if away.until is None and role_of(away.replica) in ("rollout", "trainer"):
+                self._away.open.setdefault(away.replica, away)  # goes on; `charges` counts what overlaps once
+                self._away_for[which] = str(incident.diagnosis.fault_class)
         return next(iter(matched.summaries), None)
 
     def account(self, now: float, *, watched: bool = True) -> EttrAccount | None:
@@ -480,7 +474,7 @@ class EttrAccumulator:
             matched, faults = self._summarized(incident)
             found += losses(matched, end)
             detected |= faults
-        found += [self._loss_of_lender(lent, end) for lent in self._lent.open.values()]
+        found += [self._loss_of(away, end) for away in self._away.open.values()]
         return found + losses(MatchedIncidents(missed=tuple(f for f in self.faults if f not in detected)), end)
 
     def _summarized(self, incident: Incident) -> tuple[MatchedIncidents, set[InjectedFault]]:
@@ -490,7 +484,7 @@ class EttrAccumulator:
         faults = [f for f in self.faults if f not in self._matched]
         with suppress(LookupError, TypeError, ValueError):
             joined = summarize_incidents(events, incarnation_records(events, {}), faults, incidents=[incident])
-            return replace(joined, missed=(), lent=()), {f for f in faults if f not in joined.missed}
+            return replace(joined, missed=(), away=()), {f for f in faults if f not in joined.missed}
         return MatchedIncidents(), set()
 
     def _between(self, start: float, end: float, lost: Iterable[Loss]) -> dict[Cause, float]:
@@ -505,11 +499,16 @@ class EttrAccumulator:
             self._events.popleft()
         if until <= self._settled_until:
             return
-        lent = [self._loss_of_lender(lent, math.inf) for lent in self._lent.open.values()]
-        for cause, seconds in self._between(self._settled_until, until, [*self._losses, *lent]).items():
+        away = [self._loss_of(away, math.inf) for away in self._away.open.values()]
+        for cause, seconds in self._between(self._settled_until, until, [*self._losses, *away]).items():
             self._settled[cause] = self._settled.get(cause, 0.0) + seconds
         self._settled_until = until
         self._losses = [c for c in self._losses if c.until > until]
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether a loss lasts until an engine's weights are admitted."""
+        return bool(self.open_incidents or self._away.open)
 
     def open_losses(self) -> tuple[Loss, ...]:
         """Losses of open incidents, until infinity while they go on."""

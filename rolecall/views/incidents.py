@@ -24,16 +24,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.faults import FaultClass
+from rolecall.core.ids import role_of
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.recovery import ActionStarted, NodeLent
 from rolecall.core.journal.payloads.run import (
     ComponentRestarted,
+    EpochAdvanced,
     ReplicaReady,
     RequestsReassigned,
     StepCommitted,
     StepInterrupted,
     WeightsAdmitted,
 )
+from rolecall.core.membership import is_standby
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
 from rolecall.views.lifetimes import IncarnationRecord, Key
@@ -122,6 +125,61 @@ def last_of(times: Sequence[float | None]) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwayTime:
+    """Time in which a replica was not there to work, without a fault of its own: it had lent its node, or a restart of
+    its role, the job or the whole run had taken it down (`by_restart`). Wall seconds; None: it has not yet served
+    again."""
+
+    replica: str
+    incarnation: int  # that ended
+    since: float
+    until: float | None = None
+    incident_id: str = ""
+    by_restart: bool = False
+
+
+@dataclass
+class AwayReplicas:
+    """Replicas that have lent their nodes, or that the start of the whole run again has to bring back, event by event.
+
+    When a run ended is not in its journal: until it is started again it counts as away from the last commit or
+    membership epoch. Owned by one reader.
+    """
+
+    open: dict[str, AwayTime] = field(default_factory=dict)
+    _members: dict[str, int] = field(default_factory=dict)  # rollout or trainer -> newest incarnation of an epoch
+    _worked_at: float = 0.0
+
+    def take(self, event: Event) -> list[AwayTime]:
+        """Returns the times of replicas that serve again."""
+        match event.payload:
+            case StepCommitted():
+                self._worked_at = event.wall_at
+            case EpochAdvanced(members=members):
+                self._worked_at = event.wall_at
+                self._members |= {r: i for r, i in members if role_of(r) in ("rollout", "trainer")}
+                return self._served([(r, i) for r, i in members if role_of(r) != "rollout"], event.wall_at)
+            case WeightsAdmitted() as said:
+                return self._served([(said.replica, said.incarnation)], event.wall_at)
+            case NodeLent() as said if not is_standby(said.replica):
+                self.open[said.replica] = AwayTime(
+                    replica=said.replica,
+                    incarnation=said.incarnation,
+                    since=event.wall_at,
+                    incident_id=event.incident_id or "",
+                )
+            case ComponentRestarted(what="supervisor"):
+                for replica, incarnation in self._members.items():
+                    away = AwayTime(replica=replica, incarnation=incarnation, since=self._worked_at, by_restart=True)
+                    self.open.setdefault(replica, away)
+        return []
+
+    def _served(self, serving: Iterable[tuple[str, int]], at: float) -> list[AwayTime]:
+        back = [r for r, incarnation in serving if r in self.open and incarnation > self.open[r].incarnation]
+        return [replace(self.open.pop(replica), until=at) for replica in back]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentSummary:
     """One incident with its fault and its cost. Times are wall seconds, None if it did not happen."""
 
@@ -130,8 +188,8 @@ class IncidentSummary:
     diagnosed_correctly: bool | None = None  # None without a fault
     further_faults: tuple[InjectedFault, ...] = ()  # hit this incident's own replacements: resolved with it, or not
     replacements: tuple[IncarnationRecord, ...] = ()  # that the newest plan requested
-    restarts: tuple[tuple[str, float, float | None], ...] = ()
-    """Replica, when a restart of its role or of the job took it down, and until when; None: it has not served since."""
+    restarts: tuple[AwayTime, ...] = ()
+    """Of the replicas that restarts of the role or of the job took down."""
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
     tokens_kept: int = 0
@@ -243,45 +301,11 @@ class IncidentSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LentTime:
-    """Time in which a rollout did not work because it had lent its node. Wall seconds; None: it has not yet served
-    again."""
-
-    replica: str
-    incarnation: int  # that ended
-    since: float
-    until: float | None = None
-    incident_id: str = ""
-
-
-@dataclass
-class LentReplicas:
-    """Replicas without a node of their own, event by event. Owned by one reader."""
-
-    open: dict[str, LentTime] = field(default_factory=dict)
-
-    def take(self, event: Event) -> LentTime | None:
-        """Returns the time of a replica that serves again."""
-        match event.payload:
-            case NodeLent() as said:
-                self.open[said.replica] = LentTime(
-                    replica=said.replica,
-                    incarnation=said.incarnation,
-                    since=event.wall_at,
-                    incident_id=event.incident_id or "",
-                )
-            case WeightsAdmitted() as said if said.replica in self.open:
-                if said.incarnation > self.open[said.replica].incarnation:
-                    return replace(self.open.pop(said.replica), until=event.wall_at)
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MatchedIncidents:
     summaries: tuple[IncidentSummary, ...] = ()
     missed: tuple[InjectedFault, ...] = ()
     false_alarms: tuple[str, ...] = ()  # incident ids
-    lent: tuple[LentTime, ...] = ()
+    away: tuple[AwayTime, ...] = ()
 
 
 def summarize_incidents(
@@ -314,14 +338,18 @@ def summarize_incidents(
         )
         for s in found
     ]
-    replicas = LentReplicas()
-    over = [lent for e in events if (lent := replicas.take(e)) is not None]
     return MatchedIncidents(
         summaries=tuple(summaries),
         missed=tuple(missed),
         false_alarms=tuple(false_alarms),
-        lent=(*over, *replicas.open.values()),
+        away=away_times(events),
     )
+
+
+def away_times(events: Iterable[Event]) -> tuple[AwayTime, ...]:
+    replicas = AwayReplicas()
+    over = [away for e in events for away in replicas.take(e)]
+    return (*over, *replicas.open.values())
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
@@ -423,9 +451,7 @@ def _replacements(incident: Incident, known: Mapping[Key, IncarnationRecord]) ->
     return tuple(record for record in records if record is not None)
 
 
-def _restarts(
-    incident: Incident, known: Mapping[Key, IncarnationRecord]
-) -> tuple[tuple[str, float, float | None], ...]:
+def _restarts(incident: Incident, known: Mapping[Key, IncarnationRecord]) -> tuple[AwayTime, ...]:
     """Of every restart that was begun, also of one that failed: most of what it took down serves again."""
     begun = [a for a in incident.attempts if a.started_at is not None]
     found = []
@@ -436,7 +462,19 @@ def _restarts(
             until = record.serving_at if record is not None else incident.closed_at
             if until is None and later:
                 until = later[0].started_at
-            found.append((str(target.replica), attempt.started_at or 0.0, until))
+            elif until is None:  # another incident may have replaced it
+                newer = [r for (who, n), r in known.items() if who == target.replica and n > target.incarnation]
+                until = min((r.serving_at for r in newer if r.serving_at is not None), default=None)
+            found.append(
+                AwayTime(
+                    replica=str(target.replica),
+                    incarnation=target.incarnation,
+                    since=attempt.started_at or 0.0,
+                    until=until,
+                    incident_id=incident.incident_id,
+                    by_restart=True,
+                )
+            )
     return tuple(found)
 
 
@@ -457,8 +495,8 @@ class _Work:
 def _work_lost(summary: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     suspects = summary.incident.diagnosis.suspects
-    affected = {s.replica for s in suspects if s.replica} | summary.affected | {r for r, _, _ in summary.restarts}
-    affected |= summary.partners.keys()
+    affected = {s.replica for s in suspects if s.replica} | summary.affected
+    affected |= summary.partners.keys() | {away.replica for away in summary.restarts}
     affected |= {str(t.replica) for a in summary.incident.attempts if a.started_at for t in a.plan.lent}
     since = summary.began_at - CLOCK_SLACK_SECONDS
     until = summary.ends_at if summary.ends_at is not None else math.inf

@@ -2,17 +2,29 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
 from rolecall.core.faults import FaultClass
-from rolecall.core.ids import NodeId
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.views.ettr import EttrAccumulator, Loss, by_cause, ettr, losses, lost_seconds, steps, training_began
+from rolecall.views.ettr import (
+    UNDETECTED,
+    EttrAccumulator,
+    Loss,
+    by_cause,
+    ettr,
+    faultless_step_seconds,
+    losses,
+    lost_seconds,
+    steps,
+    training_began,
+)
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
 from tests.events import made_event
@@ -170,3 +182,80 @@ def test_a_rollout_that_has_lent_its_node_is_lost_until_it_serves_again(
     of_report = losses(summarize_incidents(events, incarnation_records(events, {}), ()), began + 100.0)
     seconds = lost_seconds(of_report, began, began + 100.0, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     assert by_cause(seconds)["rollout", "hang"] == pytest.approx(lost / (ROLLOUTS + TRAINERS))
+
+
+def _both_count(events: list[Event], until: float, settle_seconds: float) -> dict[tuple[str, str], float]:
+    """Replica-seconds lost by cause, by the accumulator and by the report."""
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS, settle_seconds=settle_seconds)
+    for event in events:
+        followed.take(event)
+        followed.account(event.wall_at, watched=False)
+    account, began = followed.account(until), training_began(events)
+    of_report = losses(summarize_incidents(events, incarnation_records(events, {}), ()), until)
+    assert account is not None and began is not None
+    lost = by_cause(lost_seconds(of_report, began, until, num_rollouts=ROLLOUTS, num_trainers=TRAINERS))
+    assert account.lost == pytest.approx(lost)
+    return {cause: seconds * (ROLLOUTS + TRAINERS) for cause, seconds in lost.items()}
+
+
+def _members(incarnation: int) -> list[tuple[str, int]]:
+    return [(f"{role}/{n}", incarnation) for role, num in (("rollout", 3), ("trainer", 2)) for n in range(num)]
+
+
+def _story(*told: tuple[float, K, dict[str, object]], incident_id: str = "") -> list[Event]:
+    return [
+        made_event(seq=n, kind=kind, wall_at=at, body=body, incident_id=incident_id or None)
+        for n, (at, kind, body) in enumerate(told, start=1)
+    ]
+
+
+@pytest.mark.parametrize("settle_seconds", [5.0, 600.0])
+@pytest.mark.parametrize("is_back", [True, False])
+def test_an_outage_that_a_new_start_ends_is_lost_from_the_last_commit(settle_seconds: float, is_back: bool) -> None:
+    start_again = (1200.0, K.COMPONENT_RESTARTED, {"what": "supervisor"})
+    events = _story(
+        (100.0, K.EPOCH_ADVANCED, {"members": _members(1)}),
+        (200.0, K.STEP_COMMITTED, {"step": 0}),
+        (300.0, K.STEP_COMMITTED, {"step": 1}),
+        (310.0, K.WEIGHTS_ADMITTED, {"replica": "rollout/0", "incarnation": 1}),
+        start_again,
+        (1230.0, K.EPOCH_ADVANCED, {"members": _members(2)}),
+        *((1240.0, K.WEIGHTS_ADMITTED, {"replica": f"rollout/{n}", "incarnation": 2}) for n in range(2 + is_back)),
+        (1300.0, K.STEP_COMMITTED, {"step": 2}),
+        (1400.0, K.STEP_COMMITTED, {"step": 3}),
+    )
+    expected = {("trainer", UNDETECTED): 2 * 930.0, ("rollout", UNDETECTED): 3 * 940.0 + (0.0 if is_back else 160.0)}
+    assert _both_count(events, 1400.0, settle_seconds) == pytest.approx(expected)
+    lost = losses(summarize_incidents(events, incarnation_records(events, {}), ()), 1240.0)
+    assert faultless_step_seconds(steps(events), lost) == pytest.approx(100.0), "the outage is no step"
+
+
+@pytest.mark.parametrize("settle_seconds", [5.0, 600.0])
+def test_a_restart_that_failed_costs_after_the_close_until_the_replica_serves(settle_seconds: float) -> None:
+    suspect = Suspect(node=NodeId("node-3"), role="rollout", replica="rollout/1", incarnation=1)
+    found = Diagnosis(
+        suspects=(suspect,), fault_class=FaultClass.HANG, onset=200.0, detected_at=200.0, confidence=1.0, because="hung"
+    )
+    targets = tuple(
+        PlanTarget(replica=ReplicaId(f"rollout/{n}"), incarnation=1, node=NodeId("node-3")) for n in range(ROLLOUTS)
+    )
+    restart = Plan(incident_id=IncidentId("i-1"), action=ActionKind.RESTART_ROLE, targets=targets, because="why")
+    gave_up = replace(restart, action=ActionKind.TOLERATE, targets=())
+    starting = [(220.0, K.REPLICA_STARTING, {"replica": f"rollout/{n}", "incarnation": 2}) for n in range(ROLLOUTS)]
+    before = _story((100.0, K.EPOCH_ADVANCED, {"members": _members(1)}))
+    incident = _story(
+        (200.0, K.INCIDENT_OPENED, {"diagnosis": found.to_dict()}),
+        (210.0, K.PLAN_CREATED, {"plan": restart.to_dict()}),
+        (210.0, K.ACTION_STARTED, {"plan": restart.to_dict()}),
+        *starting,
+        (230.0, K.WEIGHTS_ADMITTED, {"replica": "rollout/0", "incarnation": 2}),
+        (300.0, K.ACTION_FAILED, {"digest": restart.digest, "failure": "no_progress"}),
+        (300.0, K.PLAN_CREATED, {"plan": gave_up.to_dict()}),
+        (310.0, K.INCIDENT_CLOSED, {"outcome": "escalated"}),
+        incident_id="i-1",
+    )
+    # rollout/1 never serves as #2, but as #3; rollout/2 not at all.
+    back = _story((900.0, K.WEIGHTS_ADMITTED, {"replica": "rollout/1", "incarnation": 3}))
+    lost = 20.0 + (900.0 - 200.0) + (1000.0 - 210.0)
+    events = [replace(e, seq=n) for n, e in enumerate([*before, *incident, *back], start=1)]
+    assert _both_count(events, 1000.0, settle_seconds) == pytest.approx({("rollout", "hang"): lost})

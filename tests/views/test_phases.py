@@ -6,7 +6,7 @@ import pytest
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.views.ettr import UNDETECTED, Charge, Loss, charges, losses, lost_seconds
-from rolecall.views.incidents import LentTime
+from rolecall.views.incidents import AwayTime
 from rolecall.views.lifetimes import IncarnationRecord, Key
 from rolecall.views.phases import (
     AFTERWARDS,
@@ -183,7 +183,7 @@ def test_the_split_of_a_run_adds_up_to_all_that_was_lost() -> None:
     }
     joined = tale.reported(_fault("rollout/0", 90.0), known=known)
     joined = replace(
-        joined, lent=(LentTime(replica="rollout/2", incarnation=1, since=12.5, until=30.0, incident_id="trainer"),)
+        joined, away=(AwayTime(replica="rollout/2", incarnation=1, since=12.5, until=30.0, incident_id="trainer"),)
     )
     assert [f.target for f in joined.missed] == ["rollout/0"]
     lost = losses(joined, 100.0)

@@ -6,7 +6,8 @@ has no series of suspects and peers, a Prometheus server is asked for them.
 The cost of an incident comes from the journal:
 
 replica-seconds   each affected replica from the onset (or the injection, if known) until its replacement serves; while
-                  a trainer is lost also every other trainer, which waits until the interrupted step is committed
+                  a trainer is lost also every other trainer, which waits until the interrupted step is committed;
+                  a rollout that lent its node, until it serves again
 GPU-seconds       replica-seconds times the GPUs per process, if the stored window shows how many
 tokens            of requests that left the affected replica; kept: continued elsewhere from where they were
 steps             interrupted: started again; rolled back: committed, and committed again later
@@ -58,7 +59,7 @@ from rolecall.detector.sources.prometheus_api import (
     PrometheusUnavailable,
 )
 from rolecall.views.ettr import Loss, losses, waiting_trainers
-from rolecall.views.incidents import IncidentSummary, MatchedIncidents
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents, away_times
 
 K = EventKind
 TRAINER = "trainer/"
@@ -75,7 +76,7 @@ class IncidentCost:
     steps_interrupted: int
     steps_undone: int
     is_final: bool
-    """False: the incident is open and the cost still grows."""
+    """False: the incident is open, or a rollout that lent its node does not serve yet, and the cost still grows."""
     how: tuple[str, ...]
     """How the replica-seconds add up, a line each; empty: no loss is known."""
 
@@ -86,12 +87,18 @@ def cost(
     """None: the incident cannot be summarized."""
     if summary is None:
         return None
-    end = material.events[-1].wall_at if material.events and not material.is_open else material.now
+    end = material.now
+    if not material.is_open:
+        closed_at = summary.incident.closed_at
+        end = closed_at if closed_at is not None else material.events[-1].wall_at
     lost = losses(MatchedIncidents(summaries=(summary,)), end)
+    ended_at = next((e.wall_at for e in material.around if e.kind is K.RUN_ENDED), None)
+    loans = away_times(material.around)
+    lenders = losses(MatchedIncidents(away=loans), material.now if ended_at is None else ended_at)
     waiting = waiting_trainers(lost, (name for name, _ in material.known if name.startswith(TRAINER)))
-    replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
+    replica_seconds = sum(loss.until - loss.since for loss in (*lost, *lenders)) + sum(s for _, s in waiting)
     during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]
-    hit = {x.replica for x in lost}
+    hit = {x.replica for x in (*lost, *lenders)}
     moved = [e.payload for e in during if isinstance(e.payload, RequestsReassigned) and e.payload.from_replica in hit]
     interrupted = sum(e.kind is K.STEP_INTERRUPTED for e in during)
     return IncidentCost(
@@ -102,15 +109,16 @@ def cost(
         requests_reassigned=sum(said.num_requests for said in moved),
         steps_interrupted=interrupted if any(replica.startswith(TRAINER) for replica in hit) else 0,
         steps_undone=summary.steps_lost,
-        is_final=not material.is_open,
-        how=tuple(_words(lost, waiting)),
+        is_final=not material.is_open and (ended_at is not None or all(lent.until is not None for lent in loans)),
+        how=tuple(_words(lost, lenders, waiting)),
     )
 
 
-def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
+def _words(lost: list[Loss], lenders: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
     impaired = [f"{loss.replica} was impaired for {seconds(loss.until - loss.since)}" for loss in lost]
     idle = [f"{replica} waited for {seconds(s)} until the interrupted step was committed" for replica, s in waiting]
-    return [plain(text, 200) for text in (*impaired, *idle)]
+    away = [f"{x.replica}, which lent its node, did not serve for {seconds(x.until - x.since)}" for x in lenders]
+    return [plain(text, 200) for text in (*impaired, *idle, *away)]
 
 
 KEPT_MAX = 32
@@ -187,11 +195,12 @@ class IncidentPageCache:
     def get(self, reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
         """Raises JournalError: the journal is not readable and nothing is cached."""
         now = reader.now()
-        state = self._state(snapshot, incident_id, now)
         with self._lock:
             before = self._kept.get(incident_id)
             if before is not None:
                 self._kept.move_to_end(incident_id)
+        grows = before is not None and before[1].cost is not None and not before[1].cost.is_final
+        state = self._state(snapshot, incident_id, now, grows=grows)
         if before is not None and before[0] == state and not before[1].material.is_open:
             return before[1]
         if before is not None and before[0] == state:
@@ -211,11 +220,12 @@ class IncidentPageCache:
                 self._prometheus.pop(gone, None)
         return made
 
-    def _state(self, snapshot: JournalSnapshot, incident_id: str, now: float) -> tuple[object, ...]:
-        """Cache key: while the incident can change, it includes the snapshot version."""
+    def _state(self, snapshot: JournalSnapshot, incident_id: str, now: float, *, grows: bool) -> tuple[object, ...]:
+        """Cache key: while the incident can change, or its cost grows, it includes the snapshot version."""
         incident = snapshot.projection.incidents.get(incident_id)
         settled = incident is not None and incident.closed_at is not None and now - incident.closed_at > SETTLED_SECONDS
-        return (incident, incident_id in snapshot.projection.broken, None if settled else snapshot.version)
+        version = None if settled and not grows else snapshot.version
+        return (incident, incident_id in snapshot.projection.broken, version)
 
     def _with_prometheus(self, made: IncidentPageModel, settings: Settings) -> IncidentPageModel:
         material = made.material

@@ -11,13 +11,14 @@ from typing import Any
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads.run import ReplicaReady
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.incidents.table import first_line
 from rolecall.recovery.incidents import INCIDENT_KINDS, WINDOW_NAME, Incident, IncidentProjection
-from rolecall.views.incidents import InjectedFault
+from rolecall.views.incidents import AwayReplicas, InjectedFault
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
@@ -97,6 +98,7 @@ def read(
     if error:
         missing.append(f"the injection log: {plain(error)}")
     around = _around(journal, incident, events, damaged, missing, others=bool(faults))
+    around += [e for e in _ends_of_loans(journal, events) if e.seq not in {x.seq for x in around}]
     missing += [plain(str(line.error)) for line in damaged[:5]]
     return IncidentPageInputs(
         incident_id=incident_id,
@@ -144,6 +146,24 @@ def _around(
             missing.append(f"events of the run after the first {AROUND_MAX}")
             break
     return [kept[seq] for seq in sorted(kept)]
+
+
+def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
+    """When the rollouts that lent their nodes served again, however late; else the end of the run. Looked up after each
+    of their starts, because rollouts prove their weights at every step."""
+    lenders, found = AwayReplicas(), list[Event]()
+    for event in own:
+        lenders.take(event)
+    if not lenders.open:
+        return []
+    for start in journal.events(after=own[0].seq, kinds=(K.REPLICA_READY,), limit=AROUND_MAX, damaged=[]):
+        said = start.as_(ReplicaReady)
+        lent = lenders.open.get(said.replica)
+        if lent is not None and said.incarnation > lent.incarnation:
+            proofs = journal.events(after=start.seq, kinds=(K.WEIGHTS_ADMITTED,), limit=CHUNK_LINES, damaged=[])
+            found += [e for e in proofs if lenders.take(e)]
+    ended = journal.last(K.RUN_ENDED) if lenders.open else None
+    return [*found, *([ended] if ended is not None else [])]
 
 
 def _lives(

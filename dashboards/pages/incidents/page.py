@@ -373,7 +373,7 @@ def _cost(cost: IncidentCost | None) -> None:
         facts.append(("GPU-seconds", f"{cost.gpu_seconds:,.1f}"))
     _facts(tuple(facts), "cost")
     if not cost.is_final:
-        st.text("Preliminary: the incident is open and its cost still grows.")
+        st.text("Preliminary: its cost still grows.")
     _texts("Breakdown of replica-seconds", cost.how)
     st.caption(COST_HELP)
 

@@ -18,6 +18,7 @@ from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.pages.accounting.page import _causes_bars
 from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
 from rolecall.dashboards.pages.charts import CLASS_COLOURS
+from rolecall.dashboards.pages.incidents.cache import IncidentPageCache
 from rolecall.dashboards.settings import Settings
 from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
@@ -227,6 +228,37 @@ def test_overview_and_accounting_count_an_open_incident_alike(tmp_path: Path, wa
     assert statistics.times.lost_seconds > 3000.0
     assert sum(account.lost.values()) == pytest.approx(statistics.times.lost_seconds)
     assert account.ettr == pytest.approx(statistics.times.ettr)
+
+
+def test_every_page_counts_a_rollout_that_lent_its_node_until_it_serves_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock)
+    clock.advance(60.0)
+    settings = Settings(journal_url=made.run.database_url, run=made.run, patience_seconds=PATIENCE_SECONDS)
+    reader, worker, incidents = Reader(settings, clock), AccountingWorker(settings, clock), IncidentPageCache(clock)
+    plan = made.open("trainer/1")
+    made.plan(plan)
+    made.act(plan)
+    made.say(K.NODE_LENT, {"replica": "rollout/1", "incarnation": 1, "node": "node-4", "to": "trainer/1"}, "i-1")
+    clock.advance(10.0)
+    made.resolve(plan)
+    clock.advance(300.0)
+    cost = incidents.get(reader, reader.latest(), "i-1").cost
+    assert cost is not None and not cost.is_final, "the rollout is still away"
+    made.say(K.REPLICA_READY, {"replica": "rollout/1", "incarnation": 2, "node": "node-4"})
+    made.say(K.WEIGHTS_ADMITTED, {"replica": "rollout/1", "incarnation": 2})
+    clock.advance(1000.0)
+    cost = incidents.get(reader, reader.latest(), "i-1").cost
+    assert cost is not None and cost.is_final
+    assert cost.how[-1] == "rollout/1, which lent its node, did not serve for 5 min 10 s"
+    assert cost.replica_seconds == pytest.approx(2 * 13.0 + 310.0), "two trainers from the onset, and the rollout"
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    statistics, account = worker.latest().statistics, reader.latest().trends.account
+    reader.close()
+    assert statistics is not None and statistics.times is not None and account is not None
+    assert account.lost["rollout", "hang"] == pytest.approx(310.0 / 4)
+    assert sum(account.lost.values()) == pytest.approx(statistics.times.lost_seconds)
 
 
 PEAKS = {"trainer_peak_flops": 1e9, "rollout_peak_flops": 1e9}

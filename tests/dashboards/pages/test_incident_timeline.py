@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.run import RequestsReassigned
@@ -33,6 +34,7 @@ from rolecall.dashboards.pages.incidents.view import (
 )
 from rolecall.recovery.incidents import IncidentProjection
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
+from tests.dashboards.made_runs import MadeRun
 from tests.events import filled, made_event
 from tests.fake_run import HANG, KILL, FakeRun
 
@@ -247,6 +249,29 @@ def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[
     alone = HANG.found_after + HANG.serving_after
     assert c.replica_seconds > alone + HANG.found_after
     assert len(c.how) == 2 and c.how[1].startswith("trainer/0 waited for")
+
+
+def test_a_review_changes_no_cost_of_a_closed_incident(tmp_path: Path) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock)
+    restart = replace(made.open(), action=ActionKind.RESTART_ROLE)
+    made.plan(restart)
+    made.act(restart)
+    made.say(K.REPLICA_STARTING, {"replica": "rollout/1", "incarnation": 2, "node": "node-4"})
+    clock.advance(10.0)
+    made.say(K.ACTION_FAILED, {"digest": restart.digest, "failure": "no_progress"}, "i-1")
+    made.plan(replace(restart, action=ActionKind.TOLERATE, targets=()))
+    made.say(K.INCIDENT_CLOSED, {"outcome": "escalated"}, "i-1")
+    costs = []
+    for _ in range(2):
+        book = IncidentProjection()
+        book.refresh(made.journal)
+        m = read(made.journal, book, "i-1", None, clock.wall())
+        costs.append(cost(m, incident_summary(m)))
+        clock.advance(3600.0)
+        made.say(K.DIAGNOSIS_REVIEWED, {"verdict": "right", "by": "Ada"}, "i-1")
+    assert costs[0] is not None and costs[0].is_final and costs[0].replica_seconds == pytest.approx(13.0 + 10.0)
+    assert costs[1] == costs[0]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rolecall.core.errors import CommandRefused, ConfigError, RolecallError, Run
 from rolecall.core.journal.evaluations import EvaluationHistory
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.ledger import GroupState, Ledger
+from rolecall.core.journal.ledger import Ledger
 from rolecall.core.journal.payloads.contract import Payload
 from rolecall.core.journal.payloads.recovery import JobStopRequested, OncallPaged, RecoveryPaused, RecoveryResumed
 from rolecall.core.journal.payloads.run import (
@@ -111,7 +111,7 @@ def read_facts(run: RunDir) -> Facts:
             raise found.damage
         events = journal.events(limit=found.journal.position) if found.journal.position else []
         known = incarnation_records(events, journal.actual())
-        lines = Ledger(journal.store).lines()
+        steps_undone = Ledger(journal.store).undone_steps()
     try:
         faults = parse_injections(run.injections_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -124,21 +124,9 @@ def read_facts(run: RunDir) -> Facts:
         events=events,
         known=known,
         faults=faults,
-        steps_undone=undone_steps(lines),
+        steps_undone=steps_undone,
         audit=found,
     )
-
-
-def undone_steps(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Optimizer step -> wall time at which groups trained in it were marked undone."""
-    step_of: dict[str, int] = {}
-    undone: dict[int, float] = {}
-    for line in lines:
-        if line["state"] == GroupState.TRAINED:
-            step_of[line["group_id"]] = int(line["step"])
-        elif line["state"] == GroupState.UNDONE and line["group_id"] in step_of:
-            undone[step_of.pop(line["group_id"])] = float(line["wall_at"])
-    return undone
 
 
 def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:

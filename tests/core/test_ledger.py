@@ -123,6 +123,9 @@ def test_going_back_to_a_checkpoint_undoes_later_groups_and_they_are_trained_aga
     found = audit(ledger.lines())
     assert found.ok and found.duplicates == 0
     assert (found.groups_trained, found.groups_undone) == (4, 2)
+    assert list(ledger.undone_steps()) == [1]
+    head = ledger.head().position
+    assert ledger.undo_after(-1, "back to the beginning") and list(ledger.undone_steps(head)) == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -212,13 +212,12 @@ def _story(*told: tuple[float, K, dict[str, object]], incident_id: str = "") -> 
 @pytest.mark.parametrize("settle_seconds", [5.0, 600.0])
 @pytest.mark.parametrize("is_back", [True, False])
 def test_an_outage_that_a_new_start_ends_is_lost_from_the_last_commit(settle_seconds: float, is_back: bool) -> None:
-    start_again = (1200.0, K.COMPONENT_RESTARTED, {"what": "supervisor"})
     events = _story(
         (100.0, K.EPOCH_ADVANCED, {"members": _members(1)}),
         (200.0, K.STEP_COMMITTED, {"step": 0}),
         (300.0, K.STEP_COMMITTED, {"step": 1}),
         (310.0, K.WEIGHTS_ADMITTED, {"replica": "rollout/0", "incarnation": 1}),
-        start_again,
+        (1200.0, K.COMPONENT_RESTARTED, {"what": "supervisor"}),
         (1230.0, K.EPOCH_ADVANCED, {"members": _members(2)}),
         *((1240.0, K.WEIGHTS_ADMITTED, {"replica": f"rollout/{n}", "incarnation": 2}) for n in range(2 + is_back)),
         (1300.0, K.STEP_COMMITTED, {"step": 2}),

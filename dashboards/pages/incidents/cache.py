@@ -10,7 +10,7 @@ replica-seconds   each affected replica from the onset (or the injection, if kno
                   a rollout that lent its node, until it serves again
 GPU-seconds       replica-seconds times the GPUs per process, if the stored window shows how many
 tokens            of requests that left the affected replica; kept: continued elsewhere from where they were
-steps             interrupted: started again; rolled back: committed, and committed again later
+steps             interrupted: started again; rolled back: undone, because a trainer loaded an older checkpoint
 """
 
 import json

@@ -5,13 +5,14 @@ Missing inputs are listed with a reason, and the page shows the rest.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads.run import ReplicaReady
+from rolecall.core.journal.ledger import Ledger
+from rolecall.core.journal.payloads.run import ReplicaReady, StepCommitted
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
@@ -71,6 +72,8 @@ class IncidentPageInputs:
     """Missing inputs, each with its reason."""
     mode: str = ""
     """Of the watch."""
+    steps_undone: Mapping[int, float] = field(default_factory=dict)
+    """Optimizer step -> wall time at which it was last undone, from the ledger."""
 
     @property
     def is_open(self) -> bool:
@@ -113,6 +116,7 @@ def read(
         faults=_of_that_time(faults, around),
         missing=tuple(missing),
         mode=mode_of(incident) if incident is not None else "",
+        steps_undone=_steps_undone(journal, incident, around),
     )
 
 
@@ -146,6 +150,13 @@ def _around(
             missing.append(f"events of the run after the first {AROUND_MAX}")
             break
     return [kept[seq] for seq in sorted(kept)]
+
+
+def _steps_undone(journal: Journal, incident: Incident | None, around: list[Event]) -> Mapping[int, float]:
+    """Of a long ledger only what follows the first commit of that time."""
+    first = next((e for e in around if e.kind is K.STEP_COMMITTED), None)
+    before = first is not None and incident is not None and first.wall_at <= incident.first_diagnosis.onset
+    return Ledger(journal.store).undone_steps(first.as_(StepCommitted).ledger.position if first and before else 0)
 
 
 def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:

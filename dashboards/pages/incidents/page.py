@@ -59,7 +59,8 @@ REVIEW_HELP = (
 )
 COST_HELP = (
     "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
-    "trainer until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
+    "trainer until the interrupted step is committed. A rollout that lent its node, until it serves again. "
+    "GPU-seconds: replica-seconds times the GPUs per process."
 )
 
 

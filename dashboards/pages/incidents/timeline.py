@@ -100,21 +100,8 @@ class IncidentTimeline:
 
 def incident_summary(material: IncidentPageInputs) -> IncidentSummary | None:
     """The incident's summary, as in the report; None: it has no readable INCIDENT_OPENED."""
-    joined = summarize_incidents(material.around, material.known, material.faults, _rolled_back(material.around))
+    joined = summarize_incidents(material.around, material.known, material.faults, material.steps_undone)
     return next((s for s in joined.summaries if s.incident.incident_id == material.incident_id), None)
-
-
-def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
-    """Step -> time of its second commit, which rolled back the first."""
-    seen: set[int] = set()
-    undone = {}
-    for event in around:
-        if event.kind is K.STEP_COMMITTED:
-            step = event.as_(StepCommitted).step
-            if step in seen:
-                undone[step] = event.wall_at
-            seen.add(step)
-    return undone
 
 
 def build_timeline(material: IncidentPageInputs, summary: IncidentSummary | None) -> IncidentTimeline:

@@ -179,6 +179,22 @@ class Ledger:
         self.write([LedgerLine(group_id=g, state=GroupState.UNDONE, step=step, reason=reason) for g in later])
         return later
 
+    def undone_steps(self, after: int = 0) -> dict[int, float]:
+        """Optimizer step -> wall time at which groups trained in it were last marked undone, in lines after `after`."""
+        undone, trained, earlier = LEDGER.alias(), LEDGER.alias(), LEDGER.alias()
+        last = sa.select(sa.func.max(earlier.c.seq)).where(
+            earlier.c.group_id == undone.c.group_id,
+            earlier.c.state == str(GroupState.TRAINED),
+            earlier.c.seq < undone.c.seq,
+        )
+        query = (
+            sa.select(trained.c.step, undone.c.wall_at)
+            .join_from(undone, trained, trained.c.seq == last.scalar_subquery())
+            .where(undone.c.state == str(GroupState.UNDONE), undone.c.seq > after)
+            .order_by(undone.c.seq)
+        )
+        return {int(row["step"]): float(row["wall_at"]) for row in self._store.rows(query)}
+
     def lines(self) -> list[Mapping[str, Any]]:
         return [dict(r) for r in self._store.rows(sa.select(LEDGER).order_by(LEDGER.c.seq))]
 

@@ -9,8 +9,10 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.diagnosis import ActionKind
+from rolecall.core.ids import GroupId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 from rolecall.core.journal.payloads.run import RequestsReassigned
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.cache import cost
@@ -249,6 +251,26 @@ def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[
     alone = HANG.found_after + HANG.serving_after
     assert c.replica_seconds > alone + HANG.found_after
     assert len(c.how) == 2 and c.how[1].startswith("trainer/0 waited for")
+
+
+def test_steps_that_were_undone_are_rolled_back_before_they_are_committed_again(tmp_path: Path) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock)
+    ledger = Ledger(made.journal.store, clock=clock)
+    for step in (27, 28, 29):
+        for state in (GroupState.ISSUED, GroupState.ASSIGNED, GroupState.TRAINED):
+            ledger.write([LedgerLine(group_id=GroupId(f"g{step}"), state=state, step=step)])
+    clock.advance(600.0)
+    plan = made.open("trainer/1")
+    ledger.undo_after(27, "went back to step 27")
+    made.plan(plan)
+    made.act(plan)
+    made.resolve(plan)
+    book = IncidentProjection()
+    book.refresh(made.journal)
+    m = read(made.journal, book, "i-1", None, clock.wall())
+    c = cost(m, incident_summary(m))
+    assert c is not None and c.steps_undone == 2
 
 
 def test_a_review_changes_no_cost_of_a_closed_incident(tmp_path: Path) -> None:

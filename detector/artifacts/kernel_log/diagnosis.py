@@ -25,7 +25,13 @@ from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Finding, Suspe
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.text import counted, node_text
-from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog, KernelLogFact, time_remarks
+from rolecall.detector.artifacts.kernel_log.logs import (
+    SAME_SECONDS,
+    KernelLog,
+    KernelLogFact,
+    time_remarks,
+    with_known_zones,
+)
 from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill
 from rolecall.formats.kernel_log.nvidia import GpuLost, SxidLine, XidLine, normal_pci
 from rolecall.formats.xid.nvlink import NUM_ECC_TOLERATED, SIGNS, NvlinkRegisterError
@@ -50,9 +56,9 @@ def in_order(logs: Sequence[KernelLog]) -> list[KernelLogFact]:
     that several files hold (kern.log and the journal) appear once: what one clock has of a node and text is dropped if
     a better one has it, too."""
     full = _full_names(logs)
-    read = ((s, i) for i, log in enumerate(logs) for s in log.seen)
-    named = ((replace(s, node=full[s.node]) if s.node in full else s, i) for s, i in read)
-    seen = sorted(named, key=lambda pair: (pair[0].clock, pair[0].at))
+    named = [replace(s, node=full[s.node]) if s.node in full else s for log in logs for s in log.seen]
+    of_log = [i for i, log in enumerate(logs) for _ in log.seen]
+    seen = sorted(zip(with_known_zones(named), of_log, strict=True), key=lambda pair: (pair[0].clock, pair[0].at))
     if len(logs) < 2:
         return [signal for signal, _ in seen]
     best: dict[tuple[str, str], int] = {}

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
@@ -250,7 +250,7 @@ def read(path: Path, check: Check = no_check) -> KernelLog:
             log.cut_short = unpacked.cut_short
         if is_report:
             # It repeats lines from dmesg, journal and syslog. Dated copies are kept.
-            dated = [s for s in log.seen if s.dated]
+            dated = with_known_zones([s for s in log.seen if s.dated])
             log.undated = log.undated and not dated
             last: dict[tuple[str, str], float] = {}
             repeated, log.seen = sorted(dated or log.seen, key=lambda s: s.at), []
@@ -263,6 +263,14 @@ def read(path: Path, check: Check = no_check) -> KernelLog:
     for node, reader in readers.items():
         log.uuids |= {(node, pci): uuid for pci, uuid in reader.uuids.items()}
     return log
+
+
+def with_known_zones(seen: Sequence[KernelLogFact]) -> list[KernelLogFact]:
+    """Where a line without zone and one with a zone tell of the same at the same time, the zone that was assumed is the
+    right one, also in the other lines of that node."""
+    zoned = {(s.node, s.text, int(s.at) + more) for s in seen if s.clock == 0 for more in (-1, 0, 1)}
+    known = {s.node for s in seen if s.clock == 1 and (s.node, s.text, int(s.at)) in zoned}
+    return [replace(s, zone_assumed=False) if s.clock == 1 and s.node in known else s for s in seen]
 
 
 def kept_bytes(log: KernelLog) -> int:

@@ -232,6 +232,16 @@ def test_an_event_that_two_clocks_tell_of_is_one(tmp_path: Path, form: str, code
     assert content.endswith("1 event on 1 node, 1 XID")
 
 
+def test_on_a_machine_in_utc_a_log_without_zone_tells_of_later_events_too(tmp_path: Path) -> None:
+    """The first one, which both logs have, shows that the zone is right."""
+    message = of_xid(79)
+    syslog = "Nov 22 08:0{}:00 gpu-7 kernel: {}\n"
+    (tmp_path / "kern.log").write_text(syslog.format(0, message) + syslog.format(5, message))
+    (tmp_path / "journal.txt").write_text(FORMS["journalctl -k -o short-iso"].format(message) + "\n")
+    [d] = diagnosing.diagnose([tmp_path], []).diagnoses
+    assert "2 times in 5 min" in d.because and d.onset == T
+
+
 @pytest.mark.parametrize("form", [UPTIME, LOCAL_DMESG])
 def test_times_of_two_clocks_are_not_compared(tmp_path: Path, form: str) -> None:
     message = of_xid(13, "Graphics SM Warp Exception on (GPC 0, TPC 3, SM 0): Out Of Range Address")

@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -38,6 +38,12 @@ from tests.support import eventually
 HOLD_SECONDS = 42.0
 
 
+def _session(root: Path, run_id: str, clock: FakeClock, **more: Any) -> Session:
+    job = more.pop("job", None) or demo_job(seed=1, num_steps=1, injection_allowed=False)
+    given: dict[str, Any] = {"schedule": FaultSchedule(1, ()), "show": False, "minutes_max": 10, **more}
+    return Session(job=job, root=root, run_id=run_id, clock=clock, **given)
+
+
 class Finishes(Supervisor):
     """Its controller has no steps to do: it is done once nothing holds it."""
 
@@ -51,16 +57,7 @@ class Finishes(Supervisor):
 
 def test_a_run_without_faults_to_come_is_held_for_as_long_as_was_asked(tmp_path: Path) -> None:
     clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
-    session = Session(
-        job=job,
-        root=tmp_path,
-        run_id="held",
-        schedule=FaultSchedule(1, ()),
-        show=False,
-        minutes_max=10,
-        hold_seconds=HOLD_SECONDS,
-        clock=clock,
-    )
+    session = _session(tmp_path, "held", clock, job=job, hold_seconds=HOLD_SECONDS)
     run, journal = session._create()
     journal.set_flag(HOLD_FLAG, "minutes remain")
     began = clock.monotonic()
@@ -86,9 +83,7 @@ class WithoutJournal(Finishes):
 @pytest.mark.parametrize("seconds", [0.9 * JOURNAL_WAIT_SECONDS, 1.1 * JOURNAL_WAIT_SECONDS])
 def test_a_run_waits_for_its_journal_for_a_limited_time(tmp_path: Path, seconds: float) -> None:
     clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
-    session = Session(
-        job=job, root=tmp_path, run_id="r", schedule=FaultSchedule(1, ()), show=False, minutes_max=10, clock=clock
-    )
+    session = _session(tmp_path, "r", clock, job=job)
     run, journal = session._create()
     journal.set_flag(HOLD_FLAG, "minutes remain")
     watch, screen = Child([], run.logs / "watch.log", run), Screen(live=False, title="")
@@ -123,15 +118,7 @@ def test_a_demo_that_would_be_stopped_before_it_may_end_is_refused(capsys: pytes
 @pytest.mark.parametrize("set_by_seconds", [0.0, -3600.0, 3600.0], ids=["not set", "back", "forward"])
 def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path, set_by_seconds: float) -> None:
     clock = FakeClock()
-    session = Session(
-        job=demo_job(seed=1, num_steps=1, injection_allowed=False),
-        root=tmp_path,
-        run_id="stuck",
-        schedule=FaultSchedule(1, ()),
-        show=False,
-        minutes_max=10,
-        clock=clock,
-    )
+    session = _session(tmp_path, "stuck", clock)
     run, made = session._create()
     made.close()
     journal = Journal(run.database_url, clock=clock)
@@ -184,15 +171,7 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
 def test_a_watch_that_cannot_be_started_again_now_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = Session(
-        job=demo_job(seed=1, num_steps=1, injection_allowed=False),
-        root=tmp_path,
-        run_id="no-process",
-        schedule=FaultSchedule(1, ()),
-        show=False,
-        minutes_max=10,
-        clock=FakeClock(),
-    )
+    session = _session(tmp_path, "no-process", FakeClock())
     run, journal = session._create()
     watch = Child([sys.executable, "-c", "import signal; signal.pause()"], run.logs / "watch.log", run)
     watch.start()
@@ -217,15 +196,7 @@ def test_a_watch_that_cannot_be_started_again_now_is_started_later(
 def test_a_watch_whose_lease_runs_out_because_the_journals_disk_is_full_is_not_ended(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
-        session = Session(
-            job=job,
-            root=disk.path,
-            run_id="full",
-            schedule=FaultSchedule(1, ()),
-            show=False,
-            minutes_max=10,
-            clock=clock,
-        )
+        session = _session(disk.path, "full", clock, job=job)
         run, made = session._create()
         made.close()
         journal = Journal(run.database_url, clock=clock)

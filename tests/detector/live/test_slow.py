@@ -2,8 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,25 @@ def test_pauses_of_a_process_do_not_make_it_slow() -> None:
         assert not [d for o in fleet.run(1.0) for d in detector.observe(o)], f"second {second}"
 
 
+def observed(now: float, samples: Sequence[dict[str, Any]]) -> Observation:
+    """One batch of node-1, of processes that live; their PIDs are numbered."""
+    processes = tuple(
+        ProcessSample(
+            process=ProcessId(node=NodeId("node-1"), pid=100 + n, start_ticks=7),
+            at=now,
+            wall_at=now,
+            alive=True,
+            page_ok=True,
+            **sample,
+        )
+        for n, sample in enumerate(samples)
+    )
+    batch = SampleBatch(
+        node=NodeId("node-1"), agent_pid=1, cursor=0, lost=0, at=now, wall_at=now, processes=processes, hosts=()
+    )
+    return Observation(wall_at=now, batches=(batch,))
+
+
 LONG_SECONDS = 40.0
 """Of a step: compute, then the wait for the slowest rank; 10 s of loading lie between two steps."""
 
@@ -211,43 +231,28 @@ class LongSteps:
 
     def _observe(self) -> None:
         inside = self.now >= self._began
-        samples = tuple(
-            ProcessSample(
-                process=ProcessId(node=NodeId("node-1"), pid=100 + n, start_ticks=7),
-                role="trainer",
-                replica="trainer/0",
-                rank=n,
-                incarnation=0,
-                at=self.now,
-                wall_at=self.now,
-                alive=True,
-                page_ok=True,
-                beats=round(10 * self.now),
-                cpu_seconds=self.now,
-                phase=Phase.STEP if inside else Phase.WAIT,
-                phase_since=self._began if inside else self._ended,
-                phase_entries=2 * self._step + inside,
-                step=self._step,
-                progress=self._step,
-                progress_at=self._ended,
-                work_units=self._step,
-                busy_seconds=self._busy[n],
-                exchange_seconds=self._waited[n],
-                exchanges=(self._step + inside) if self._ranks > 1 else 0,
-            )
+        samples = [
+            {
+                "role": "trainer",
+                "replica": "trainer/0",
+                "rank": n,
+                "incarnation": 0,
+                "beats": round(10 * self.now),
+                "cpu_seconds": self.now,
+                "phase": Phase.STEP if inside else Phase.WAIT,
+                "phase_since": self._began if inside else self._ended,
+                "phase_entries": 2 * self._step + inside,
+                "step": self._step,
+                "progress": self._step,
+                "progress_at": self._ended,
+                "work_units": self._step,
+                "busy_seconds": self._busy[n],
+                "exchange_seconds": self._waited[n],
+                "exchanges": (self._step + inside) if self._ranks > 1 else 0,
+            }
             for n in range(self._ranks)
-        )
-        batch = SampleBatch(
-            node=NodeId("node-1"),
-            agent_pid=1,
-            cursor=0,
-            lost=0,
-            at=self.now,
-            wall_at=self.now,
-            processes=samples,
-            hosts=(),
-        )
-        for found in self._detector.observe(Observation(wall_at=self.now, batches=(batch,))):
+        ]
+        for found in self._detector.observe(observed(self.now, samples)):
             if found.fault_class is FaultClass.SLOW:
                 self.named.setdefault(found.suspects[0].rank, self.now)
 
@@ -287,39 +292,24 @@ class LittleWork:
                 if self._tick % 4 == n:
                     self._units[n] += 13
                     self._busy[n] += 13 * 5e-5 * math.exp(self._rng.gauss(0.0, 0.5)) + extra(n, self._tick)
-            samples = tuple(
-                ProcessSample(
-                    process=ProcessId(node=NodeId("node-1"), pid=100 + n, start_ticks=7),
-                    role="reward",
-                    replica=f"reward/{n}",
-                    rank=0,
-                    incarnation=1,
-                    at=now,
-                    wall_at=now,
-                    alive=True,
-                    page_ok=True,
-                    beats=self._tick,
-                    cpu_seconds=0.01 * now,
-                    phase=Phase.WAIT,
-                    progress=self._units[n],
-                    progress_at=0.2 * (self._tick - (self._tick - n) % 4),
-                    work_units=self._units[n],
-                    busy_seconds=self._busy[n],
-                    tokens=100 * self._units[n],
-                )
+            samples = [
+                {
+                    "role": "reward",
+                    "replica": f"reward/{n}",
+                    "rank": 0,
+                    "incarnation": 1,
+                    "beats": self._tick,
+                    "cpu_seconds": 0.01 * now,
+                    "phase": Phase.WAIT,
+                    "progress": self._units[n],
+                    "progress_at": 0.2 * (self._tick - (self._tick - n) % 4),
+                    "work_units": self._units[n],
+                    "busy_seconds": self._busy[n],
+                    "tokens": 100 * self._units[n],
+                }
                 for n in range(2)
-            )
-            batch = SampleBatch(
-                node=NodeId("node-1"),
-                agent_pid=1,
-                cursor=0,
-                lost=0,
-                at=now,
-                wall_at=now,
-                processes=samples,
-                hosts=(),
-            )
-            for found in self._detector.observe(Observation(wall_at=now, batches=(batch,))):
+            ]
+            for found in self._detector.observe(observed(now, samples)):
                 self.named += [s.replica for s in found.suspects]
 
 

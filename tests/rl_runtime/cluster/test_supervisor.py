@@ -203,7 +203,8 @@ def outage(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> JournalOutage:
     return JournalOutage(rig.journal.store, monkeypatch)
 
 
-def test_a_start_that_ends_while_the_journal_is_away_is_recorded_later(rig: Rig, outage: JournalOutage) -> None:
+def _start_into(outage: JournalOutage, rig: Rig) -> None:
+    """The start of trainer/0 ends, or fails, while the journal is away."""
     rig.actors.hold.clear()
     rig.want("trainer/0")
     rig.until("trainer/0", 1, S.STARTING)
@@ -211,20 +212,18 @@ def test_a_start_that_ends_while_the_journal_is_away_is_recorded_later(rig: Rig,
     rig.actors.hold.set()
     eventually(lambda: outage.refused_in_threads, "the end of the start to meet the outage")
     outage.end()
+
+
+def test_a_start_that_ends_while_the_journal_is_away_is_recorded_later(rig: Rig, outage: JournalOutage) -> None:
+    _start_into(outage, rig)
     record = rig.until("trainer/0", 1, S.READY)
     assert record.pid == rig.actors.processes["r:trainer-0:1"].pid
     assert not rig.events(EventKind.REPLICA_LOST)
 
 
 def test_a_start_that_fails_while_the_journal_is_away_keeps_its_reason(rig: Rig, outage: JournalOutage) -> None:
-    rig.actors.hold.clear()
     rig.actors.refuse["trainer/0"] = ActuatorError("died while it started")
-    rig.want("trainer/0")
-    rig.until("trainer/0", 1, S.STARTING)
-    outage.start()
-    rig.actors.hold.set()
-    eventually(lambda: outage.refused_in_threads, "the failure to meet the outage")
-    outage.end()
+    _start_into(outage, rig)
     assert "died while it started" in rig.until("trainer/0", 1, S.LOST).because
 
 

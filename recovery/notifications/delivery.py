@@ -19,7 +19,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.text import in_words
 from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.interfaces import Message
-from rolecall.recovery.notifications.formats import ISSUED_PATHS, TEST, HttpCall, Target, call_for, heartbeat
+from rolecall.recovery.notifications.formats import ISSUED_PATHS, TEST, HttpCall, Target, calls_for, heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +122,12 @@ class HttpNotifier:
                 self._try(item)
                 self._beating.clear()
                 continue
-            self._send(item)
+            for call in calls_for(self._target, item):
+                self._send(call)
             self.settled_seq = max(self.settled_seq, item.seq)
 
-    def _send(self, message: Message) -> None:
-        call, pause = call_for(self._target, message), self._pause_seconds
+    def _send(self, call: HttpCall) -> None:
+        pause = self._pause_seconds
         for try_number in range(1, self._tries_max + 1):
             if self._try(call):
                 return
@@ -181,7 +182,7 @@ def send_test(
 
 
 def _test(what: str, target: Target, message: Message, try_seconds: float) -> TestDelivery:
-    call = call_for(target, message)
+    (call,) = calls_for(target, message)
     try:
         status, body = request(
             call.method,

@@ -1,4 +1,4 @@
-"""Formats of notification services: a message in, one HTTP request out. Pure; `delivery` sends it.
+"""Formats of notification services: a message in, HTTP requests out. Pure; `delivery` sends them.
 
     webhook        POST of one JSON object, identified by `kind` and `id`
     alertmanager   Alertmanager v2: https://github.com/prometheus/alertmanager/blob/main/api/v2/openapi.yaml
@@ -6,13 +6,14 @@
     pagerduty      Events API v2: https://developer.pagerduty.com/docs/send-alert-event
     opsgenie       Alert API: https://docs.opsgenie.com/docs/alert-api
 
-PagerDuty, Opsgenie and Alertmanager keep one alert for each incident (`alert_key`), which its close resolves, and one
-for each page without an incident. Slack keeps no state: it gets a message for each.
+PagerDuty, Opsgenie and Alertmanager keep an alert for the pages of an incident and one for its plans that wait for
+approval (`alert_key`): a page that joined an alert of lower severity would wake nobody. The close of the incident
+resolves both. Each page without an incident has an alert of its own. Slack keeps no state: it gets a message for each.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -31,6 +32,7 @@ PAGERDUTY_SUMMARY_CHARS_MAX = 1024
 OPSGENIE_MESSAGE_CHARS_MAX = 130
 ISSUED_PATHS = frozenset({NotifyFormat.SLACK, NotifyFormat.WEBHOOK})
 """Formats of services that issue URLs whose path is the secret."""
+_WITH_ALERTS = frozenset({NotifyFormat.PAGERDUTY, NotifyFormat.OPSGENIE, NotifyFormat.ALERTMANAGER})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +65,12 @@ def shown_url(url: str, form: NotifyFormat) -> str:
     return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
 
 
-def call_for(target: Target, message: Message) -> HttpCall:
-    """The request that delivers `message`."""
-    return _CALLS[target.format](target, message)
+def calls_for(target: Target, message: Message) -> list[HttpCall]:
+    """The requests that deliver `message`."""
+    messages = [message]
+    if message.resolved and message.kind != TEST and target.format in _WITH_ALERTS:
+        messages.append(replace(message, kind=str(EventKind.PLAN_PROPOSED)))
+    return [_CALLS[target.format](target, each) for each in messages]
 
 
 def heartbeat(
@@ -87,11 +92,13 @@ def heartbeat(
 
 
 def alert_key(message: Message) -> str:
-    """The same for every message about one incident of a run, so that a service keeps one alert. A page without an
-    incident has a key of its own: nothing resolves its alert, and a service would take the next page as a repetition.
+    """The same for all pages of one incident of a run, and for all its proposals, so that a service keeps one alert of
+    each. A page without an incident has a key of its own: nothing resolves its alert, and a service would take the next
+    page as a repetition.
     """
     if message.incident_id:
-        return f"{message.run_id}:{message.incident_id}"
+        key = f"{message.run_id}:{message.incident_id}"
+        return f"{key}:plan" if message.kind == EventKind.PLAN_PROPOSED else key
     # A page that the journal could not take has no position there.
     page = f"e{message.seq}" if message.seq else f"{message.wall_at:.0f}"
     return f"{message.run_id}:{message.facts.get('topic') or message.kind}:{page}"
@@ -120,13 +127,12 @@ def _alertmanager(target: Target, message: Message) -> HttpCall:
     # Labels identify an alert: firing and resolved must carry the same ones. Without an end Alertmanager would resolve
     # it after minutes, because it expects clients to repeat their alerts.
     ends_at = message.wall_at if message.resolved else message.wall_at + FIRING_SECONDS
-    test = message.kind == TEST
     alert = {
         "labels": {
-            "alertname": "RolecallTest" if test else "RolecallIncident",
+            "alertname": "RolecallTest" if message.kind == TEST else "RolecallIncident",
             "run": message.run_id,
             "incident": message.incident_id,
-            "severity": "info" if test else "critical",
+            "severity": severity(message),
             **({} if message.incident_id else {"page": alert_key(message)}),
         },
         "annotations": {"summary": message.because, "kind": message.kind, "id": _event_id(message)},

@@ -12,7 +12,7 @@ from rolecall.core.http import HttpAnswer
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.notifications import delivery
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
-from rolecall.recovery.notifications.formats import Target, call_for
+from rolecall.recovery.notifications.formats import Target, calls_for
 from tests.recovery.notifications.service import Service, serving
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -150,8 +150,8 @@ def test_alertmanager_gets_alerts_that_it_can_resolve(service: Service) -> None:
     notifier.offer(message(1, incident_id="inc-1-rollout-1"))
     notifier.offer(message(2, incident_id="inc-1-rollout-1", kind="incident_closed", resolved=True))
     notifier.heartbeat({})
-    eventually(lambda: len(service.got) == 3, "delivered")
-    (firing,), (resolved,), (alive,) = (got.body for got in service.got)
+    eventually(lambda: len(service.got) == 4, "delivered")
+    (firing,), (resolved,), _, (alive,) = (got.body for got in service.got)
     assert firing["labels"] == resolved["labels"]
     assert firing["labels"]["incident"] == "inc-1-rollout-1"
     assert firing["annotations"]["summary"] == "the limit is 6"
@@ -180,7 +180,7 @@ def test_neither_url_nor_secret_is_logged(service: Service, caplog: pytest.LogCa
     notifier.offer(message(1))
     eventually(lambda: notifier.settled_seq == 1, "delivered or given up")
     notifier.close(PATIENCE_SECONDS)
-    assert "s3cret" not in repr(there) and "s3cret" not in repr(call_for(there, message(1)))
+    assert "s3cret" not in repr(there) and "s3cret" not in repr(calls_for(there, message(1)))
     ours = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
     assert not [text for text in ours if "s3cret" in text]
     assert any(f"opsgenie was answered with {status}" in text for text in ours) is (status != 200)

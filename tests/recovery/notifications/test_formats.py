@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -12,7 +13,7 @@ from rolecall.recovery.notifications.formats import (
     PAGERDUTY_SUMMARY_CHARS_MAX,
     Target,
     alert_key,
-    call_for,
+    calls_for,
     heartbeat,
     severity,
 )
@@ -32,7 +33,7 @@ def _end(**more: Any) -> Message:
 
 
 def _sent(form: NotifyFormat, message: Message, url: str = "https://x.example/y", secret: str = "k3y") -> Any:
-    call = call_for(Target(format=form, url=url, secret=secret), message)
+    call, *_ = calls_for(Target(format=form, url=url, secret=secret), message)
     assert call.method == "POST" and call.headers["Content-Type"] == "application/json"
     return json.loads(call.body)
 
@@ -60,12 +61,13 @@ def test_pagerduty_triggers_and_resolves_one_alert_per_incident() -> None:
     }
     long = _sent(F.PAGERDUTY, _message(because="x" * 2000))
     assert len(long["payload"]["summary"]) == PAGERDUTY_SUMMARY_CHARS_MAX
-    assert "Authorization" not in call_for(Target(format=F.PAGERDUTY, url="u", secret="k3y"), _message()).headers
+    (call,) = calls_for(Target(format=F.PAGERDUTY, url="u", secret="k3y"), _message())
+    assert "Authorization" not in call.headers
 
 
 def test_opsgenie_creates_and_closes_by_alias() -> None:
     there = Target(format=F.OPSGENIE, url="https://api.opsgenie.com/v2/alerts", secret="k3y")
-    created, closed = call_for(there, _message()), call_for(there, _end())
+    (created,), (closed, _) = calls_for(there, _message()), calls_for(there, _end())
     assert created.url == "https://api.opsgenie.com/v2/alerts"
     assert created.headers["Authorization"] == closed.headers["Authorization"] == "GenieKey k3y"
     assert json.loads(created.body) == {
@@ -92,9 +94,10 @@ def test_slack_gets_text_that_cannot_be_markup() -> None:
 
 def test_a_secret_of_a_webhook_is_a_bearer_token() -> None:
     for form in (F.WEBHOOK, F.ALERTMANAGER):
-        call = call_for(Target(format=form, url="https://x.example/y", secret="k3y"), _message())
+        (call,) = calls_for(Target(format=form, url="https://x.example/y", secret="k3y"), _message())
         assert call.headers["Authorization"] == "Bearer k3y" and b"k3y" not in call.body
-        assert "Authorization" not in call_for(Target(format=form, url="https://x.example/y"), _message()).headers
+        (call,) = calls_for(Target(format=form, url="https://x.example/y"), _message())
+        assert "Authorization" not in call.headers
 
 
 @pytest.mark.parametrize(
@@ -102,17 +105,32 @@ def test_a_secret_of_a_webhook_is_a_bearer_token() -> None:
     [
         (_message(), "run-1:inc-1-trainer-1", "critical"),
         (_end(), "run-1:inc-1-trainer-1", "critical"),
-        (_message(kind="plan_proposed"), "run-1:inc-1-trainer-1", "warning"),
+        (_message(kind="plan_proposed"), "run-1:inc-1-trainer-1:plan", "warning"),
         (_message(incident_id="", facts={"topic": "watch"}), "run-1:watch:e7", "critical"),
         (_message(incident_id="", facts={"topic": "watch"}, seq=8), "run-1:watch:e8", "critical"),
         (_message(incident_id="", facts={"topic": "full_disk"}, seq=0), "run-1:full_disk:1700000000", "critical"),
         (_message(kind="test", incident_id="test-1"), "run-1:test-1", "info"),
     ],
 )
-def test_one_alert_per_run_and_incident_and_for_each_page_without_an_incident(
+def test_an_incident_has_an_alert_for_pages_and_one_for_proposals_and_a_page_without_an_incident_one_of_its_own(
     message: Message, key: str, severe: str
 ) -> None:
     assert (alert_key(message), severity(message)) == (key, severe)
+
+
+def test_the_end_of_an_incident_resolves_the_alert_of_its_pages_and_that_of_its_proposals() -> None:
+    def bodies(form: NotifyFormat) -> list[Any]:
+        return [json.loads(c.body) for c in calls_for(Target(format=form, url="https://x.example", secret="k"), _end())]
+
+    keys = ["run-1:inc-1-trainer-1", "run-1:inc-1-trainer-1:plan"]
+    assert [(b["event_action"], b["dedup_key"]) for b in bodies(F.PAGERDUTY)] == [("resolve", key) for key in keys]
+    opsgenie = calls_for(Target(format=F.OPSGENIE, url="https://x.example", secret="k"), _end())
+    assert [unquote(c.url).split("/")[3] for c in opsgenie] == keys
+    closed = [alert for body in bodies(F.ALERTMANAGER) for alert in body]
+    fired = _sent(F.ALERTMANAGER, _message()) + _sent(F.ALERTMANAGER, _message(kind="plan_proposed"))
+    assert [a["labels"] for a in closed] == [a["labels"] for a in fired]
+    assert fired[0]["labels"] != fired[1]["labels"] and {a["endsAt"] for a in closed} == {AT_ISO}
+    assert [len(bodies(form)) for form in (F.SLACK, F.WEBHOOK)] == [1, 1]
 
 
 def test_alertmanager_tells_pages_without_an_incident_apart() -> None:

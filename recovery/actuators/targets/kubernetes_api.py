@@ -77,6 +77,7 @@ class KubernetesApi:
         *,
         body: Any = None,
         content_type: str = "application/json",
+        prepares: bool = False,
         assumed: Reply | None = None,
         after_seconds: float = 0.0,
     ) -> HttpCall:
@@ -90,6 +91,7 @@ class KubernetesApi:
             body=body,
             content_type=content_type,
             changes=changes,
+            prepares=prepares,
             repeatable=changes,
             assumed=Reply(status=200, text="{}") if changes and assumed is None else assumed,
             token_path=self._config.token_path,
@@ -204,6 +206,7 @@ class KubernetesApi:
                     "spec": {"unschedulable": True},
                 },
                 content_type=MERGE_PATCH,
+                prepares=True,
             )
             if reply.status == 200:
                 return f"; node {node} is cordoned"
@@ -212,8 +215,11 @@ class KubernetesApi:
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
 
     def cordoned_before(self, order: Order) -> Generator[Call, Reply, str]:
-        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: it was
-        drained, and the replica's processes on other nodes are left. Raises ActuatorError: it is not cordoned."""
+        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: they were
+        ended, or NVSentinel has drained it, and the replica's processes on other nodes are left. Raises ActuatorError:
+        it is not cordoned."""
+        if self._config.cordon_by != "nvsentinel":
+            return "; its node was cordoned before"  # nothing was ended before that
         _, cordoned = yield from self._node("left-node", order.node)
         if not cordoned:
             raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
@@ -258,25 +264,29 @@ class KubernetesApi:
             raise ActuatorError(f"NVSentinel was not asked to cordon node {node}, and nothing was ended: {said(reply)}")
         waited, n = 0.0, 0
         yes = json.dumps({"metadata": {"name": node, "resourceVersion": "0"}, "spec": {"unschedulable": True}})
-        while waited < CORDON_SECONDS:
-            after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
-            reply = yield self.call(
-                f"cordoned-{n}",
-                f"read whether node {node} is cordoned",
-                "GET",
-                _path_of_node(node),
-                assumed=Reply(status=200, text=yes),
-                after_seconds=after,
+        try:
+            while waited < CORDON_SECONDS:
+                after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
+                reply = yield self.call(
+                    f"cordoned-{n}",
+                    f"read whether node {node} is cordoned",
+                    "GET",
+                    _path_of_node(node),
+                    assumed=Reply(status=200, text=yes),
+                    after_seconds=after,
+                )
+                spec = (reply.json or {}).get("spec") if isinstance(reply.json, dict) else None
+                if reply.status == 200 and isinstance(spec, dict) and spec.get("unschedulable"):
+                    return f"; NVSentinel has cordoned node {node} for MaintenanceRequest {name}, and drains it"
+                waited, n = waited + after, n + 1
+            why = yield from self._why_not(name)
+            raise ActuatorError(
+                f"NVSentinel has not cordoned node {node} within {CORDON_SECONDS:g} s, and nothing was ended{why}"
             )
-            spec = (reply.json or {}).get("spec") if isinstance(reply.json, dict) else None
-            if reply.status == 200 and isinstance(spec, dict) and spec.get("unschedulable"):
-                return f"; NVSentinel has cordoned node {node} for MaintenanceRequest {name}, and drains it"
-            waited, n = waited + after, n + 1
-        why = yield from self._why_not(name)
-        raise ActuatorError(
-            f"NVSentinel has not cordoned node {node} within {CORDON_SECONDS:g} s, and nothing was ended{why}; it may"
-            f" still do so: delete MaintenanceRequest {name} to withdraw it"
-        )
+        except ActuatorError as e:
+            raise ActuatorError(
+                f"{e}; NVSentinel may still cordon node {node}: delete MaintenanceRequest {name} to withdraw it"
+            ) from None
 
     def _why_not(self, name: str) -> Generator[Call, Reply, str]:
         """What the request's condition says; empty: nothing."""
@@ -349,21 +359,22 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
     return found
 
 
-def members_left(order: Order, pods: Sequence[Pod], where: str) -> tuple[Member, ...]:
-    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it
-    cannot be told."""
-    left = []
+def order_left(order: Order, pods: Sequence[Pod], where: str) -> Order:
+    """The order for those of its members whose pods are still there, after each of them was found once. Raises
+    ActuatorError: of a member it cannot be told; HasEnded: none is left."""
+    left, gone = list[Member](), list[str]()
     for member in order.members:
         try:
             pods_of_members(replace(order, members=(member,)), pods, where)
-        except HasEnded:
-            continue
-        except ActuatorError:
-            if any(member.node in (p.name, p.node) for p in pods if not p.ended):
+        except ActuatorError as e:
+            if not isinstance(e, HasEnded) and any(member.node in (p.name, p.node) for p in pods if not p.ended):
                 raise
-            continue  # no pod is there
-        left.append(member)
-    return tuple(left)
+            gone.append(str(e))
+        else:
+            left.append(member)
+    if not left:
+        raise HasEnded(gone[0])
+    return replace(order, members=tuple(left))
 
 
 def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:

@@ -14,6 +14,7 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -36,6 +37,10 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 GONE = 404
 CONFLICT = 409
+EXPIRED = 410
+"""Status for a list that is continued too late: etcd keeps what it was for five minutes."""
+PAGE_PODS = 100
+"""In one answer: with the fields of its managers a pod has 10 KB and more, and an answer at most `REPLY_BYTES_MAX`."""
 NVSENTINEL = "nvsentinel.dgxc.nvidia.com/v1"
 MAINTENANCE_REQUESTS = f"/apis/{NVSENTINEL}/maintenancerequests"
 CORDON_SECONDS = 60.0
@@ -120,13 +125,22 @@ class KubernetesApi:
     def pods(self, key: str, selector: str) -> Generator[Call, Reply, list[Pod]]:
         """Raises ActuatorError: they cannot be read."""
         words = f"list the pods with {selector}"
-        query = urlencode({"labelSelector": selector})
-        reply = yield from self.read(key, words, f"{self.namespaced}/pods?{query}")
-        value = read_object(reply, words)
-        items, metadata = value.get("items"), value.get("metadata")
-        if not isinstance(items, list) or not isinstance(metadata, dict) or metadata.get("continue"):
-            raise ActuatorError(f"{words}: the answer is no whole list")
-        return [self._pod_of(item) for item in items]
+        found, token, expired = list[Pod](), "", 0
+        for n in count():
+            query = urlencode({"labelSelector": selector, "limit": PAGE_PODS} | ({"continue": token} if token else {}))
+            reply = yield from self.read(f"{key}-{n}", words, f"{self.namespaced}/pods?{query}")
+            if reply.status == EXPIRED and token and expired < TRIES_MAX - 1:  # the rest would be of another time
+                found, token, expired = [], "", expired + 1
+                continue
+            value = read_object(reply, words)
+            items, metadata = value.get("items"), value.get("metadata")
+            if not isinstance(items, list) or not isinstance(metadata, dict):
+                raise ActuatorError(f"{words}: the answer is no list")
+            found += [self._pod_of(item) for item in items]
+            token = str(metadata.get("continue") or "")
+            if not token:
+                return found
+        raise AssertionError
 
     def _pod_of(self, value: Any) -> Pod:
         """Raises ActuatorError: it is no pod."""

@@ -18,6 +18,7 @@ from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.kubernetes_api import TRIES_MAX
 from rolecall.recovery.actuators.targets.target import Order
 from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, served
@@ -271,6 +272,40 @@ def test_an_answer_of_another_form_changes_nothing(fake: FakeKubernetes, key: st
         lambda call: Reply(status=200, text=text) if call.key.startswith(key) else fake.reply(call),
     )
     assert it.error and not it.changing and not fake.ended
+
+
+@pytest.fixture
+def crowd() -> FakeKubernetes:
+    """A RayCluster of 250 workers, each on a node of its own."""
+    it = FakeKubernetes()
+    it.cluster("ray", group(replicas=250))
+    for n in range(250):
+        worker(it, f"w-{n:03}", f"node-{n}")
+    return it
+
+
+def lists(it: Driven) -> list[HttpCall]:
+    return [c for c in it.calls if isinstance(c, HttpCall) and "pods?" in c.url]
+
+
+def test_the_pods_of_a_large_job_are_read_in_parts(crowd: FakeKubernetes) -> None:
+    """All of them in one answer would be several MiB."""
+    uids = [crowd.uid("w-249"), crowd.uid("w-001")]
+    it = run_ray(crowd, on_node(249))
+    assert it.done == "RayCluster ray deleted w-249" and len(lists(it)) == 3
+    assert all("limit=100" in c.url for c in lists(it))
+    it = drive(kubernetes(selector="ray.io/cluster=ray").replace(on_node(1)), crowd.reply)
+    assert it.done == "evicted w-001" and crowd.ended == uids
+
+
+def test_a_list_that_is_too_old_to_be_continued_is_read_again(crowd: FakeKubernetes) -> None:
+    crowd.expired = 2
+    it = run_ray(crowd, on_node(249))
+    assert it.done == "RayCluster ray deleted w-249" and len(lists(it)) == 2 + 2 + 3
+    crowd.expired = 1_000
+    it = run_ray(crowd, on_node(1))
+    assert "list the pods with ray.io/cluster=ray: status 410: The provided continue" in it.error and not it.changing
+    assert len(lists(it)) == 2 * TRIES_MAX
 
 
 # --- KubeRay ------------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ Calls are made in a thread, one at a time for each plan: `perform` never waits, 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
-from rolecall.core.ids import ProcessId
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
@@ -78,6 +79,8 @@ class ExternalActuator:
         self._deadline_seconds = deadline_seconds
         self._pool = ThreadPoolExecutor(PLANS_AT_ONCE, thread_name_prefix="actuator")
         self._under_way: dict[str, _UnderWay] = {}
+        self.ended: frozenset[ProcessId] = frozenset()
+        """Processes that a call has ended, or may end. Replaced, never changed: another thread may read it."""
 
     def close(self) -> None:
         """Starts no further call, and does not wait for those that are being made."""
@@ -221,6 +224,8 @@ class ExternalActuator:
                 if call.changes:
                     if self._is_stale(state):
                         return False  # the next tick reads anew
+                    if not call.prepares:
+                        self.ended |= self._ends(state.orders[0])
                     known = self._recorded(plan, state, call) if state.waited is None else None
                     if known is not None:
                         state.reply, state.call = known, None
@@ -253,6 +258,11 @@ class ExternalActuator:
                 state.done.append(str(e.value))
                 state.procedure = None
                 del state.orders[0]
+
+    def _ends(self, order: Order) -> frozenset[ProcessId]:
+        also = {*self._target.also_hit(order)}
+        members = (*order.members, *(m for m in order.others if m.label in also))
+        return frozenset(ProcessId(node=NodeId(m.node), pid=m.pid, start_ticks=m.start_ticks) for m in members)
 
     def _key(self, plan: Plan, state: _UnderWay, call: Call, what: str) -> str:
         key = f"{PREPARES}{call.key}" if call.prepares else call.key
@@ -303,18 +313,22 @@ def _shown(made: Mapping[str, str]) -> str:
 
 
 def _why(state: _UnderWay, error: ActuatorError) -> str:
-    """Why the plan failed, and what was done. A procedure that is given up is asked, since it alone knows; the calls
-    that it would still make are not made."""
-    for _ in range(CALLS_MAX if state.procedure is not None else 0):
-        try:
-            state.procedure.throw(error)
-        except StopIteration:
-            break
-        except ActuatorError as e:
-            error = e
-            break
+    """Why the plan failed, and what was done before."""
+    told = _told(state.procedure, error) if state.procedure is not None else str(error)
     done = f"; done before: {'; '.join(state.done)}" if state.done else ""
-    return f"{error}{done}{state.before}"
+    return f"{told}{done}{state.before}"
+
+
+def _told(procedure: Procedure, error: ActuatorError) -> str:
+    """What a procedure that is given up makes of the error: it alone knows what it has done. The calls that it would
+    still make are not made."""
+    with suppress(StopIteration):
+        for _ in range(CALLS_MAX):
+            try:
+                procedure.throw(error)
+            except ActuatorError as e:
+                return str(e)
+    return str(error)
 
 
 def _identity(process: ProcessId) -> tuple[str, int, int]:

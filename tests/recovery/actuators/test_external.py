@@ -294,6 +294,15 @@ def test_a_call_that_had_no_effect_has_ended_nothing(world: World, status: int, 
     assert world.target.orders[-1].begun is begun
 
 
+def test_which_processes_it_ends_is_known_before_their_replacements_are_seen(world: World) -> None:
+    world.target.also, world.target.prepares = ("rollout/2",), True
+    one = plan(("rollout/1", 1), also_hit=("rollout/2 ends too",))
+    begin(world, one, "drain")
+    assert not world.actuator.ended
+    begin(world, one, "end")
+    assert {p.pid for p in world.actuator.ended} == {10, 11, 20}
+
+
 def test_without_the_lease_no_call_is_made(world: World) -> None:
     old = world.lease
     world.clock.advance(10.0)

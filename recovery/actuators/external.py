@@ -150,11 +150,11 @@ class ExternalActuator:
         if beyond:
             because = f"it would end {', '.join(sorted(beyond))}, too, whose role is not in `roles` of the watch file"
             because += " or which is not of this job" if any(r.endswith(OF_ANOTHER_JOB) for r in beyond) else ""
-            return ActionResult(done=False, because=because)
+            return ActionResult(done=False, because=because + _shown(made))
         unnamed = {r for r in hit if _ends_too(r) not in plan.also_hit}
         if unnamed:
             because = f"it would end {', '.join(sorted(unnamed))}, too, which the plan does not name"
-            return ActionResult(done=False, because=because)
+            return ActionResult(done=False, because=because + _shown(made))
         now = self._clock.monotonic()
         return _UnderWay(
             orders=orders, fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[*newer.values()], before=_shown(made)

@@ -69,6 +69,27 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert len(at.get("vega_lite_chart")) == 3
 
 
+def test_no_part_of_a_page_goes_on_with_a_closed_reader(tmp_path: Path) -> None:
+    """Between two refreshes of an open page its reader may be closed, if the browser slept."""
+    settings.use(MadeRun(tmp_path).settings())
+    first_snapshot(settings.current())
+
+    def script() -> None:
+        from rolecall.core.clock import SystemClock
+        from rolecall.dashboards.data.reader import JournalSnapshot, Reader, Readers
+        from rolecall.dashboards.pages import shell
+
+        def draw(journal_reader: Reader, _: JournalSnapshot) -> None:
+            assert shell.reader(journal_reader.settings) is journal_reader
+            journal_reader.close()
+            shell._readers = Readers(SystemClock())
+
+        shell.page("Made", draw, draw, draw)
+
+    at = AppTest.from_function(script, default_timeout=60).run()
+    assert not at.exception
+
+
 def test_an_open_incident_is_shown_on_top(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     plan = made.open()

@@ -1,8 +1,8 @@
 """Snapshots of a journal for the pages. Each poll reads only new events; errors become a message in the snapshot.
 
-One `Reader` per process and run, shared by all sessions. A background thread reads on demand: a page waits briefly for a newer
-snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and
-the error. A long journal is read from its end first.
+One `Reader` per process and run, shared by all sessions. A background thread reads on demand: a page waits briefly for
+a newer snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its
+age and the error. A long journal is read from its end first.
 
 A `Fold` projects the journal. One that starts at the first event is complete. One that starts near the end (`newest`)
 has the open incidents, the newest incidents and the newest steps; a complete one replaces it once that has caught up.

@@ -181,6 +181,15 @@ def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:
     assert run_state(ended).word == "Run completed"
 
 
+def test_a_run_that_never_comes_to_its_first_step_is_not_starting_for_good(tmp_path: Path) -> None:
+    look = first_snapshot(MadeRun(tmp_path, num_steps=0).settings())
+    assert run_state(replace(look, at=look.at + 3000)).word == "Starting"
+    state = run_state(replace(look, at=look.at + 2 * 3600))
+    assert (state.word, state.kind) == ("Stalled: no step for 2 h", "bad")
+    job_of_others = replace(look, at=look.at + 2 * 3600, run=replace(look.run, started_at=None, replicas=()))
+    assert not run_state(job_of_others).word.startswith("Stalled")
+
+
 def test_an_unknown_cost_is_never_0(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.open(replica="trainer/1")

@@ -414,7 +414,8 @@ class Readers:
         """Closes readers that no page asks for, the one asked for longest ago first."""
         now = self._clock.monotonic()
         with self._lock:
-            found, _ = self._asked.pop(settings, None) or (Reader(settings, self._clock), now)
+            known = self._asked.pop(settings, None)
+            found = known[0] if known is not None else Reader(settings, self._clock)
             self._asked[settings] = found, now
             for other, (reader, at) in list(self._asked.items())[:-READERS_MAX]:
                 if now - at > IDLE_SECONDS:

@@ -70,20 +70,20 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str) -
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        _write_tensors(work / STATE, tensors)
+        write_tensors(work / STATE, tensors)
         (work / COMMIT).write_text(meta, encoding="utf-8")
         files = {name: _synced(work / name) for name in (STATE, COMMIT)}
         sums = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()}
         (work / META).write_text(json.dumps({"format": FORMAT, "step": step, "files": sums}, indent=2))
         _synced(work / META)
-        _sync_folder(work)
+        sync(work)
         _refuse_later(final, meta)
         _replace_folder(work, final)
     except BaseException:
         # Deliberate, and raised again: whatever interrupts the write, no partial checkpoint remains.
         shutil.rmtree(work, ignore_errors=True)
         raise
-    _sync_folder(folder)
+    sync(folder)
     return final
 
 
@@ -184,9 +184,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointCorrupt(path=str(path), reason=e.strerror or str(e)) from e
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Raises OSError: the disk is full or not writable."""
     try:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, path)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata)
     except SafetensorError as e:  # also a full disk
         raise OSError(str(e)) from e
 
@@ -198,8 +199,9 @@ def _synced(path: Path) -> Sum:
         return _measured(file)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Returns when a file, or the list of a folder's entries, is on disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -95,7 +95,7 @@ from pathlib import Path
 import torch
 from rolecall.rl_runtime.trainer import checkpoint
 
-checkpoint._sync_folder = lambda _folder: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.sync = lambda _folder: os.kill(os.getpid(), signal.SIGKILL)
 checkpoint.save(Path(sys.argv[1]), 1, {"a": torch.zeros(1 << 19)}, sys.argv[2])
 """
 
@@ -168,7 +168,7 @@ def test_a_kill_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: p
         pass
 
     save(tmp_path, 10, tensors(1.0), META)
-    effects = ["_write_tensors", "_synced", "_sync_folder", "_replace_folder"]
+    effects = ["write_tensors", "_synced", "sync", "_replace_folder"]
     calls = 0
 
     def dying(real: object, at: int) -> object:

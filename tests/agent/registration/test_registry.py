@@ -26,7 +26,7 @@ from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.columns import PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import registration_secret
-from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, is_instrumented
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
 from tests.agent.test_samples import since
 from tests.support import PATIENCE_SECONDS, eventually
@@ -363,6 +363,21 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     [dead] = since(ring, batch.cursor).processes
     assert (dead.alive, dead.proc_state, dead.phase, dead.progress) == (False, "X", "generate", 4)
     assert dead.cpu_seconds >= live.cpu_seconds
+
+
+def test_a_rank_without_a_page_is_not_shown_as_one_that_makes_no_progress(world: World, child: Child) -> None:
+    """No page could be created, or it is of another version."""
+    world.register(child, "trainer/0")
+    child.page.write_bytes(b"")
+    again = World(world.data_dir)
+    again.registry.adopt()
+    for one in (world, again):
+        one.poll()
+        [tracked] = one.registry.processes()
+        sample = sample_of(tracked, 1.0, 2.0)
+        assert isinstance(sample, ProcessSample) and not is_instrumented(sample)
+        assert sample.alive and sample.num_threads and (sample.replica, sample.page_ok) == ("trainer/0", False)
+    again.close()
 
 
 def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> None:

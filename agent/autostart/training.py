@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rolecall.agent.reporter import reporter
+from rolecall.agent.reporter.launcher import launched_process
 
 SOURCE = "hooks"
 PHASE_STEP, PHASE_WAIT = "step", "wait"
@@ -97,11 +98,17 @@ def role_of_actor(environ: Mapping[str, str], title: str) -> str | None:
 
 def rank_in_group(environ: Mapping[str, str]) -> dict[str, int]:
     """`rank` and `world_size` of the default process group of torch.distributed. Empty: there is none, or the
-    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable."""
+    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable. In a group
+    larger than the environment's world the variables are those of the process that started the ranks."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         group = distributed.GroupMember.WORLD
-        return {} if group is None or _names_rank(environ) else {"rank": group.rank(), "world_size": group.size()}
+        if group is None or "ROLECALL_RANK" in environ:
+            return {}
+        rank, size = group.rank(), group.size()
+        if _names_rank(environ) and size <= (launched_process(environ, rank=rank).world_size or size):
+            return {}
+        return {"rank": rank, "world_size": size}
     except Exception:  # noqa: BLE001 torch has changed: the job goes on, as a process without a group
         return {}
 

@@ -334,6 +334,16 @@ def test_a_rank_of_the_environment_counts(name: str) -> None:
     assert rank_in_group({"LOCAL_RANK": "1", "NODE_RANK": "0"}) == {"rank": 3, "world_size": 4}
 
 
+@pytest.mark.usefixtures("group")
+def test_ranks_that_a_task_spawns_do_not_share_its_rank() -> None:
+    """They inherit the variables of the one process that was launched."""
+    group = {"rank": 3, "world_size": 4}
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == group
+    assert rank_in_group({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "8"}) == group
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "ROLECALL_RANK": "7"}) == {}
+
+
 def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:
     report = warm(job)
     assert report.started and report.identity == {}

@@ -274,7 +274,8 @@ main()"""
         ("try: raise ValueError('bad')\nexcept ValueError: pass", 0, False),
         ("t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()", 0, False),  # the process goes on
         ("sys.ps1 = '>>> '\nraise ValueError('bad')", 1, False),  # a prompt shows it and goes on
-        (f"{HOOK_OF_THE_JOB}\nreporter.start(secret='s')\nraise ValueError('bad')", 1, True),  # and is not called by ours
+        # and is not called by ours
+        (f"{HOOK_OF_THE_JOB}\nreporter.start(secret='s')\nraise ValueError('bad')", 1, True),
         ("sys.exit(3)", 0, False),
         ("raise KeyboardInterrupt", 0, False),
         (RECORDED, 1, True),

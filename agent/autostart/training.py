@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import get_ident
@@ -44,7 +45,12 @@ TITLE_BYTES_MAX = 4096
 _CRITIC = re.compile(r"ray::\w*(Critic|ValueWorker)")
 """OpenRLHF's and verl's critics, and NeMo-RL's."""
 STEPS_WITHOUT_LEAD = 8
-"""After so many steps of other optimizers without one of the leading one, another leads."""
+"""After so many steps of another optimizer without one of the leading one, that one leads."""
+STEPS_WITHOUT_CALL = 64
+"""After so many steps of the leading optimizer without a call of a hooked module, modules are looked for again: the
+next part of a training may train others, and CUDA graphs replay a forward pass without a call."""
+GROUPS_MAX = 256
+"""Parameter groups of a step, each of which may be stepped by itself."""
 
 
 class Report(Protocol):
@@ -147,9 +153,11 @@ class TrainingWatch:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
         self._guard = Guard(getattr(getattr(torch, "compiler", None), "is_compiling", bool))
         self._modules = Modules(torch, self._guard)
-        self._lead: int | None = None
-        self._others = 0
+        self._lead: weakref.ref[object] | None = None
+        self._others: dict[int, int] = {}  # steps of other optimizers since its last one, by id
         self._num_steps = 0
+        self._num_uncalled = 0  # steps since a hooked module was called
+        self._uncalled_max = STEPS_WITHOUT_CALL
         self._after_step = Hook(self._guard, self._step, any_thread=True)
         self._ended_at = 0.0  # of the last step
         self._called = False  # a hooked module, since then
@@ -174,7 +182,7 @@ class TrainingWatch:
 
     def _step(self, optimizer: object) -> None:
         led = self._lead
-        if not self._leads(id(optimizer)):
+        if not self._leads(optimizer):
             return
         if led is None and self._starts:
             if self._report.is_started() or not is_rank(os.environ):
@@ -182,26 +190,32 @@ class TrainingWatch:
                 return
             self._report.start(source=SOURCE, role=role_of_actor(os.environ, title()), **rank_in_group(os.environ))
             self._report.count_collectives(issued_collectives)
-        if led != self._lead:  # another one may train other modules, in another thread
+        if led is not self._lead:  # another one may train other modules, in another thread
             self._guard.thread = get_ident()
             self._modules.search()
         elif self._modules.searching:
             self._modules.hook(self._before_forward, self._after_forward)
         elif not self._called and self._modules.show_steps():
+            self._num_uncalled += 1
+            if self._num_uncalled > self._uncalled_max:
+                self._uncalled_max = min(2 * self._uncalled_max, GROUPS_MAX)  # perhaps they were groups of one step
+                self._num_uncalled = 0
+                self._modules.search()
             return  # another parameter group of the same step
         elif self._modules.ordering:
             self._modules.hook_last_gradients(self._after_gradients)
         self._stepped()
 
-    def _leads(self, optimizer: int) -> bool:
-        if optimizer == self._lead:
-            self._others = 0
-            return True
-        self._others += 1
-        if self._lead is None or self._others > STEPS_WITHOUT_LEAD:
-            self._lead, self._others = optimizer, 0
-            return True
-        return False
+    def _leads(self, optimizer: object) -> bool:
+        lead = self._lead() if self._lead is not None else None
+        if optimizer is not lead:
+            steps = self._others[id(optimizer)] = self._others.get(id(optimizer), 0) + 1
+            if lead is not None and steps <= STEPS_WITHOUT_LEAD:
+                return False
+            self._lead = weakref.ref(optimizer)
+        if self._others:
+            self._others = {}
+        return True
 
     def _stepped(self) -> None:
         now = self._clock()
@@ -223,6 +237,7 @@ class TrainingWatch:
         self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
         self._backward_at = None
         self._called = self._evaluated = False
+        self._num_uncalled = 0
 
     def _before_forward(self, module: Any) -> None:
         self._called, self._forward_at = True, None

@@ -196,7 +196,9 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
 def test_a_process_that_started_a_rank_is_no_rank(world: World, child: Child, rank: int) -> None:
     """A task of Slurm that spawns its ranks: a rule finds the task, whose variables they all inherit."""
     task = ProcessId(node=NODE, pid=os.getpid(), start_ticks=own_start_ticks())
-    found = Registration(process=task, replica="trainer/0", role="trainer", rank=0, incarnation=0, found=True, job="7.0")
+    found = Registration(
+        process=task, replica="trainer/0", role="trainer", rank=0, incarnation=0, found=True, job="7.0"
+    )
     world.registry.discover(found, {"found_by": "slurm"})
     known = {"rank": rank, "secret": registration_secret(TOKEN, "trainer/0", rank, 0)}
     world.registry.register(child.pid, claim(child, "trainer/0", 0, **known))

@@ -129,20 +129,20 @@ def issued_collectives() -> int:
         return -1
 
 
-_watch: "TrainingWatch | None" = None
+_watches: "weakref.WeakSet[TrainingWatch]" = weakref.WeakSet()
+"""Of this process, whether `rolecall exec` or an integration made them."""
 
 
 def attach(optimizers: ModuleType) -> None:
     """`optimizers`: torch.optim.optimizer, just imported; the rest of torch is not."""
-    global _watch
-    _watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
-    optimizers.register_optimizer_step_post_hook(_watch.after_optimizer)
+    watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
+    optimizers.register_optimizer_step_post_hook(watch.after_optimizer)
 
 
 def stand_down() -> None:
     """The job, or an integration in it, reports this process from now on: the hooks do nothing any more."""
-    if _watch is not None:
-        _watch.stand_down()
+    for watch in list(_watches):
+        watch.stand_down()
 
 
 class TrainingWatch:
@@ -167,6 +167,7 @@ class TrainingWatch:
         self._own_seconds = 0.0  # in forward and backward passes since the last step
         self._backward_at: float | None = None  # end of the last forward pass, or of the last gradient after it
         self._evaluated = False
+        _watches.add(self)
 
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         """torch calls it after each step of any optimizer."""

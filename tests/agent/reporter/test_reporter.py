@@ -191,6 +191,17 @@ def test_a_missing_agent_never_blocks_and_is_found_later(tmp_path: Path) -> None
     assert child.close() == ""
 
 
+def test_an_agent_that_starts_again_is_told_once_more(tmp_path: Path) -> None:
+    """Its list of processes may be lost."""
+    child = Child(tmp_path)
+    child.do("from rolecall.agent.reporter import sender; sender.AGENT_CHECK_SECONDS = 0.05")
+    child.start("rollout/2")
+    first = _listen(tmp_path)
+    (tmp_path / "agent.sock").unlink()
+    assert _listen(tmp_path) == first
+    assert child.close() == ""
+
+
 def _listen(node_dir: Path) -> dict[str, object]:
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(node_dir / "agent.sock"))

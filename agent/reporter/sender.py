@@ -1,9 +1,10 @@
 """The reporter's side thread: sends registration and rare events to the agent over its Unix socket.
 
 Callers enqueue a message and continue. One message is one connection: a JSON line out, a JSON line back (`{"ok": true}`
-or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers, and repeated to an agent that starts
-later, which may have lost it: a missing or restarting agent never delays training. Everything sent is also on the state page, which the agent reads once more after the process's exit: a
-lost message only delays its event. Standard library only."""
+or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers, and repeated to an agent that
+starts later, which may have lost it: a missing or restarting agent never delays training. Everything sent is also on
+the state page, which the agent reads once more after the process's exit: a lost message only delays its event. Standard
+library only."""
 
 import hashlib
 import json

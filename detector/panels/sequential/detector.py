@@ -225,7 +225,7 @@ class SequentialTracker:
         # Ticks since it, and from the one before to it; infinite: there was none
         self.silent, self.apart = (np.full((m, n), np.inf, dtype=np.float32) for _ in range(2))
         self.middle = np.zeros(m, dtype=np.float32)
-        self.here = np.zeros(n, dtype=np.bool_)  # machines with a value that is as new as usual
+        self.here: NDArray[np.bool_] = np.zeros(n, dtype=np.bool_)  # machines with a value that is as new as usual
         self.moved = np.zeros((m, n), dtype=np.bool_)  # the value was not always the same
         # `explained`: attributed to the culprit, since their alarms came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
@@ -253,10 +253,10 @@ class SequentialTracker:
         [known] = _newest.apply(self, (self.last, self.silent, self.apart, self.moved), (np.ascontiguousarray(values),))
         self.age += known.any(axis=0)
         # Of a machine that left, the last value says nothing of where its peers are now.
-        seen, fresh = np.isfinite(self.silent), known | (self.silent < self.apart)
-        self.here = fresh.any(axis=0)
-        self.middle = middle = self._middle(seen, fresh)
-        known = known & (fresh.sum(axis=1) > 1)[:, None]
+        seen, current = np.isfinite(self.silent), known | (self.silent < self.apart)
+        self.here = np.asarray(current.any(axis=0))
+        self.middle = middle = self._middle(seen, current)
+        known = known & (current.sum(axis=1) > 1)[:, None]
         self.middles.append(middle)
         recent = np.array(self.middles)
         low, high = recent.min(axis=0)[:, None], recent.max(axis=0)[:, None]
@@ -296,15 +296,15 @@ class SequentialTracker:
         scores = {name: score for name, c in channels.items() if (score := c.learned) is not None}
         return renewed(self.profile, self.shape, self.place.learned, scores)
 
-    def _middle(self, seen: NDArray[np.bool_], fresh: NDArray[np.bool_]) -> Floats:
-        """Median over machines of the newest known values, (M,); of `seen` ones (M, N), those that are not `fresh` are
-        taken to be where they usually are among the others."""
-        middle = medians_of(self.last, fresh)[:, 0]
-        some = (seen & ~fresh).any(axis=1)
+    def _middle(self, seen: NDArray[np.bool_], current: NDArray[np.bool_]) -> Floats:
+        """Median over machines of the newest values, (M,); of `seen` machines (M, N), those without a `current` value
+        are taken to be where they usually are among the others."""
+        middle: Floats = medians_of(self.last, current)[:, 0]
+        some = (seen & ~current).any(axis=1)
         if some.any():
-            habit, seen, fresh = self.shifts.following.habit[some], seen[some], fresh[some]
-            middle[some] += (medians_of(habit, seen) - medians_of(habit, fresh))[:, 0]
-            middle[some] = np.where(fresh.any(axis=1), middle[some], self.middle[some])
+            habit, seen, current = self.shifts.following.habit[some], seen[some], current[some]
+            middle[some] += (medians_of(habit, seen) - medians_of(habit, current))[:, 0]
+            middle[some] = np.where(current.any(axis=1), middle[some], self.middle[some])
         return middle
 
     def _renew_tail(self) -> None:

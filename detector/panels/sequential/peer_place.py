@@ -385,7 +385,7 @@ class PeerPlace:
             away -= np.median(away, axis=2, keepdims=True)  # see `_learn`
         # In a ring of blocks one pair is not of neighbours.
         rho = (away[1:] * away[:-1]).sum(axis=0) / ((away * away).sum(axis=0) + np.float32(1e-30))
-        rho = medians_of(rho, known.any(axis=0))
+        rho = medians_of(rho, np.asarray(known.any(axis=0)))
         rho = np.clip(rho + np.float32(2 / len(away)), 0, np.float32(RHO_MAX))
         return Alike(
             rho=rho,

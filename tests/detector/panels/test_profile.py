@@ -213,7 +213,7 @@ def test_fit_tells_why_a_panel_shows_nothing(tmp_path: Path) -> None:
     for path, panel in zip(paths, (good, still, alone, recorded(1, ticks=50)), strict=True):
         recording.write(path, [panel])
     said = fit_profile(paths, tmp_path / "out.json")
-    for name, why in (("still", "no metric moves"), ("alone", "one machine has no peers"), ("short", "50 ticks of 96")):
+    for name, why in (("still", "no metric moves"), ("alone", "one machine has no peers"), ("short", "50 of 96 ticks")):
         assert f"shows nothing: {tmp_path}/{name}.parquet: role trainer: {why}" in said
 
 

@@ -11,8 +11,8 @@ the agents of a run (detector/sources/agent_panels.py), or a recording (detector
 import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,16 +183,31 @@ def standing(tracker: Tracker) -> Standing | None:
     return (tracker.scores, tracker.threshold) if isinstance(tracker, ScoredTracker) else None
 
 
+@runtime_checkable
+class SeriesTracker(Protocol):
+    """A tracker that follows each series over time. One whose samples are more than `NEAR_TICKS` apart hardly counts;
+    of fewer than `machines_min` machines, none is judged."""
+
+    machines_min: ClassVar[int]
+
+
+NEAR_TICKS = 2
+
+
 @dataclass(slots=True)
 class SeenValues:
     """Whether a panel's series have values, and whether any of them ever changed: a series that never does says
     nothing about its machine. The first value of each is compared with the later ones. `compared` (N,): ticks at which
-    each machine had a value of a metric that two others had as well, of `num_ticks` since its machines are the same."""
+    each machine had a value of a metric that two others had as well, of `num_ticks` since its machines are the same.
+    `near` (M, N): samples of each series at most `NEAR_TICKS` after the one before; `far`: the others but the first."""
 
     present: bool = False
     varies: bool = False
     compared: NDArray[np.int64] | None = None
     num_ticks: int = 0
+    near: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    far: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    _apart: Floats = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))  # ticks since the last sample
     _first: Floats | None = None
 
     def tick(self, values: Floats) -> None:
@@ -200,14 +215,26 @@ class SeenValues:
         known = np.isfinite(values)
         if self.compared is None or len(self.compared) != values.shape[1]:
             self.compared, self.num_ticks = np.zeros(values.shape[1], dtype=np.int64), 0
+        if self.near.shape != values.shape:
+            self.near, self.far = np.zeros((2, *values.shape), dtype=np.int32)
+            self._apart = np.full(values.shape, np.inf, dtype=np.float32)
         self.num_ticks += 1
         self.compared += known[known.sum(axis=1) > 2].any(axis=0)
+        self._apart += 1
+        self.near += known & (self._apart <= NEAR_TICKS)
+        self.far += known & (self._apart > NEAR_TICKS) & np.isfinite(self._apart)
+        self._apart[known] = 0
         if self.varies:
             return
         first = values if self._first is None or self._first.shape != values.shape else self._first
         self.present |= not bool(np.isnan(values).all())
         self.varies = bool((np.isfinite(first) & np.isfinite(values) & (first != values)).any())
         self._first = np.where(np.isnan(first), values, first)
+
+    def rare(self, axis: int) -> list[int]:
+        """Metrics (axis 0) or machines (1) most of whose series have samples that are mostly far apart."""
+        rare, told = self.far > self.near, self.far + self.near > 0
+        return [int(i) for i in np.flatnonzero(2 * rare.sum(axis=1 - axis) > told.sum(axis=1 - axis))]
 
 
 def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenValues | None = None) -> str:
@@ -225,6 +252,9 @@ def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenVa
         still = f"no metric ({_listed(shape.metrics)}) of its {num} machines ever changes, so nothing can differ"
         return f"cannot tell for {shape.name}: {still}; a longer time, or metrics that follow the work, would settle it"
     if stands is not None and math.isinf(stands[1]):
+        if isinstance(tracker, SeriesTracker) and num < tracker.machines_min:
+            few = f"detector {detector} needs {tracker.machines_min} machines, and there are {num}"
+            return f"cannot tell for {shape.name}: {few}; more of them, or detector sequential, would settle it"
         so_far = f"detector {detector} has not seen enough of its {num} machines to know what is usual"
         return f"cannot tell for {shape.name}: {so_far}; a longer time would settle it"
     if seen is not None and seen.compared is not None:
@@ -234,6 +264,14 @@ def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenVa
             few = f"have values of one metric beside two others at fewer than {enough} of {seen.num_ticks} ticks"
             who = f"{len(alone)} of its {num} machines ({_listed(alone)})"
             return f"cannot tell for {shape.name}: {who} {few}; times and metrics that overlap would settle it"
+    if seen is not None and isinstance(tracker, SeriesTracker):
+        rare = f"have samples more than {NEAR_TICKS} ticks apart, which say little to detector {detector}"
+        if metrics := [shape.metrics[m] for m in seen.rare(axis=0)]:
+            who = f"{len(metrics)} of its {len(shape.metrics)} metrics ({_listed(metrics)})"
+            return f"cannot tell for {shape.name}: {who} {rare}; a recording of these alone would settle it"
+        if machines := [shape.machines[n].name for n in seen.rare(axis=1)]:
+            who = f"{len(machines)} of its {num} machines ({_listed(machines)})"
+            return f"cannot tell for {shape.name}: {who} {rare}; samples as frequent as their peers' would settle it"
     return ""
 
 

@@ -8,6 +8,7 @@ later.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -226,6 +227,8 @@ def block_probability(asked_per_1000_machine_days: float, block_seconds: float, 
 class PeerTracker(ABC):
     """A tracker with a warm-up: windows of its ticks, and thresholds from the scores of the warm-up's second part."""
 
+    machines_min: ClassVar[int] = NUM_MACHINES_MIN
+
     def __init__(self, shape: PanelShape, num_metrics: int, tail: TailThreshold) -> None:
         self._shape, self._tail = shape, tail
         self._windows = Windows(num_metrics, len(shape.machines))
@@ -253,7 +256,7 @@ class PeerTracker(ABC):
         return float(self._thresholds[0]) if len(self._thresholds) == 1 else 1.0
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
-        if values.shape[1] < NUM_MACHINES_MIN:
+        if values.shape[1] < self.machines_min:
             return []
         with np.errstate(over="ignore", invalid="ignore"):  # values near the float32 maximum count as missing
             return self._tick(at, values)

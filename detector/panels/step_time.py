@@ -29,6 +29,8 @@ SPREAD_MIN = 0.1
 differences."""
 TICKS_MIN = 3
 PEERS_MIN = 2
+GONE_TICKS = 32
+"""A machine without a time for so many ticks is no peer any more."""
 SECONDS_PER_DAY = 86_400.0
 
 
@@ -53,6 +55,8 @@ class StepTimeTracker:
         self.sums, self.since, self.ratio_sum = np.zeros(size), np.zeros(size), np.zeros(size)
         self.ticks = np.zeros(size, dtype=np.int64)
         self.reported = np.zeros(size[1], dtype=np.bool_)
+        self.silent = np.full(size[1], np.inf)  # (N,): ticks since the last x
+        self.here = np.zeros(size[1], dtype=np.bool_)  # with an x lately
         self.spread_sum, self.spread_count = 0.0, 0  # of |x - middle| over peers
 
     @property
@@ -74,9 +78,11 @@ class StepTimeTracker:
         self.ratio_sum += np.where(known, x, 0.0)
         self.ticks += known
         self.sums = np.clip(self.sums + step, 0.0, 2 * self.threshold)
-        slow = (self.sums > self.threshold).any(axis=0)
+        self.silent = np.where(known.any(axis=0), 0, self.silent + 1)
+        self.here = self.silent < GONE_TICKS
+        slow = (self.sums > self.threshold).any(axis=0) & self.here
         self.reported &= (self.sums > 0).any(axis=0)  # recovered: a later slowdown is a new fault
-        if 2 * slow.sum() >= len(self.shape.machines):
+        if 2 * slow.sum() >= self.here.sum():
             return []  # those that are still slow once the others have recovered are told then
         fresh = np.flatnonzero(slow & ~self.reported)
         self.reported |= slow
@@ -97,7 +103,7 @@ class StepTimeTracker:
         ratio = math.exp(self.ratio_sum[row, n] / max(1, self.ticks[row, n]))
         machine, onset = self.shape.machines[n], float(self.since[row, n])
         text = (
-            f"{machine.name} takes {ratio:.2f} times the {metric} of its {len(self.shape.machines) - 1} peers of "
+            f"{machine.name} takes {ratio:.2f} times the {metric} of its {int(self.here.sum()) - 1} peers of "
             f"{self.shape.name} over {int(self.ticks[row, n])} steps, in its own work and not in waiting"
         )
         return Finding(

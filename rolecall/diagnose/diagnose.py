@@ -72,6 +72,7 @@ class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    panel_findings: list[tuple[Finding, Panel]] = field(default_factory=list)
     judged_seconds: list[float] = field(default_factory=list)  # of each panel
     smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
     budget: Budget = field(default_factory=Budget)
@@ -273,6 +274,7 @@ def diagnose(
             findings, unsettled = _diagnose_panel(panel, detectors, budget)
             answer.judged_seconds.append(seconds_left - budget.seconds_left)
             all_findings += findings
+            answer.panel_findings += [(finding, panel) for finding in findings]
             open_ends += unsettled
             looked.append(_panel_words(panel))
         if not read.panels:
@@ -421,7 +423,7 @@ def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> li
     traces = dict[tuple[int, str], tuple[Floats, Floats]]()
     items = []
     for diagnosis in answer.diagnoses:
-        panel, machine = _place(diagnosis, answer.panels)
+        panel, machine = _place(diagnosis, answer)
         score = None
         by = next((x for x in detectors if x.name in diagnosis.detectors), None)
         if panel is not None and by is not None:
@@ -450,9 +452,12 @@ def _trace(panel: Panel, detector: PanelDetector, budget: Budget) -> tuple[Float
     return scores, thresholds
 
 
-def _place(diagnosis: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
-    """The panel that contains the first suspect, and its column."""
-    for panel in panels:
+def _place(diagnosis: Diagnosis, answer: DiagnosisReport) -> tuple[Panel | None, int]:
+    """The panel that the diagnosis was made from, else one that contains the first suspect, and the suspect's
+    column."""
+    said = diagnosis.because, diagnosis.detected_at
+    own = [panel for finding, panel in answer.panel_findings if (finding.because, finding.detected_at) == said]
+    for panel in (*own, *answer.panels):
         for n in range(len(panel.shape.machines)):
             if panel.shape.suspect(n) == diagnosis.suspects[0]:
                 return panel, n

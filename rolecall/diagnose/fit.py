@@ -44,12 +44,12 @@ def fit_profile(
 
     Raises:
         CommandRefused: not one label per recording, `out` exists or cannot be written.
-        UnreadableInput: a recording or label is damaged, or none is long enough to show anything.
+        UnreadableInput: a recording or label is damaged, or none shows anything.
     """
     say = progress or (lambda _: None)
     _check(recordings, out, labels)
     profile = Profile(learned_from=[path.name for path in recordings], panels=[])
-    too_short = []
+    unlearned = list[tuple[Path, str]]()
     for i, path in enumerate(recordings):
         say(f"reading {path}")
         events = read_faults(labels[i]) if labels else ()
@@ -60,12 +60,13 @@ def fit_profile(
                 tracker.tick(at, values)
             learned = tracker.learned()
             if learned is None:
-                too_short.append(f"{path}: {panel.shape.name}: {len(panel.at)} ticks of {TICKS_MIN}")
+                unlearned.append((path, f"{panel.shape.name}: {_why_nothing(panel)}"))
             else:
                 profile = profile.replaced(learned, panel.shape)
     if not profile.panels:
         where = ", ".join(map(str, recordings))
-        raise UnreadableInput(where=where, reason=f"no panel of two machines and more has {TICKS_MIN} ticks")
+        reasons = "; ".join(dict.fromkeys(text for _, text in unlearned)) or "no sample has a value"
+        raise UnreadableInput(where=where, reason=f"nothing can be learned: {reasons}")
     try:
         write_atomically(out, profile.to_json())
     except OSError as e:
@@ -81,7 +82,15 @@ def fit_profile(
         )
         if not drifts:
             lines.append("    usual offsets of the nodes count from two recordings of them on")
-    return "\n".join(lines + [f"  too short to show anything: {plain(text)}" for text in too_short])
+    return "\n".join(lines + [f"  shows nothing: {plain(f'{path}: {text}')}" for path, text in unlearned])
+
+
+def _why_nothing(panel: Panel) -> str:
+    if len(panel.shape.machines) < 2:
+        return "one machine has no peers"
+    if len(panel.at) < TICKS_MIN:
+        return f"{len(panel.at)} of {TICKS_MIN} ticks"
+    return "no metric moves whose levels machines share"
 
 
 def _without(panel: Panel, faults: Sequence[LabelledFault]) -> Panel:

@@ -303,10 +303,11 @@ def resized(settings: SimulationSettings, gpus: int | None = None, mode: Mode | 
         least = trainer.gpus_per_replica
     else:
         rollout = rollout if rollout.replicas else RoleSize(replicas=1, gpus_per_replica=settings.gpus_per_machine)
-        trainers = max(1, round(total * share / trainer.gpus_per_replica))
+        room = total - rollout.gpus_per_replica
+        trainers = max(1, min(round(total * share / trainer.gpus_per_replica), room // trainer.gpus_per_replica))
         rollouts = (total - trainers * trainer.gpus_per_replica) // rollout.gpus_per_replica
         least = trainer.gpus_per_replica + rollout.gpus_per_replica
-    if total < least or trainers < 1 or (mode is not Mode.SYNC and rollouts < 1):
+    if total < least:
         raise ConfigError([f"--gpus: {total} are too few: one replica of each role needs {least}"])
     return settings.changed(
         mode=mode,

@@ -594,3 +594,11 @@ def test_no_effect_is_sought_where_there_is_a_fault_or_it_is_not_asked_for(tmp_p
     assert answer.verdict == "fault" and answer.smallest_effects == []
     answer = diagnosing.diagnose([saved(tmp_path, noise(ticks=100))], [named()])
     assert answer.verdict == "healthy" and answer.smallest_effects == []
+
+
+def test_the_page_draws_the_panel_that_showed_the_fault(tmp_path: Path) -> None:
+    panels = [replace(p, shape=replace(p.shape, phase=phase)) for p, phase in ((noise(), "fwd"), (faulty(), "sync"))]
+    recording.write(tmp_path / "r.parquet", panels)
+    answer = diagnosing.diagnose([tmp_path / "r.parquet"], [named("sequential")])
+    [item] = diagnosing.explained(answer, [named("sequential")])
+    assert item.panel is not None and item.panel.shape.phase == "sync"

@@ -76,3 +76,11 @@ def test_modes_can_be_changed_both_ways() -> None:
 def test_too_few_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="--gpus: 70 are too few: one replica of each role needs 72"):
         resized(SimulationSettings(), 70)
+
+
+def test_large_rollout_replicas_leave_room_for_the_trainers() -> None:
+    wide = parse_settings(
+        {"trainer": {"replicas": 8, "gpus_per_replica": 1}, "rollout": {"replicas": 1, "gpus_per_replica": 8}}
+    )
+    found = resized(wide, 12)
+    assert (found.trainer.replicas, found.rollout.replicas) == (4, 1)

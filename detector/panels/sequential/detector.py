@@ -34,7 +34,7 @@ from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, h
 from rolecall.detector.panels.sequential.following import STATE_SHARE_MIN, VALUE_SHARE_MIN
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
-from rolecall.detector.panels.sequential.order import row_medians
+from rolecall.detector.panels.sequential.order import medians_of
 from rolecall.detector.panels.sequential.peer_distance import PeerDistance
 from rolecall.detector.panels.sequential.peer_place import WINDOW_TICKS, PeerPlace
 from rolecall.detector.panels.sequential.priors import Priors, shipped
@@ -193,6 +193,8 @@ class Channel:
 
 
 class SequentialTracker:
+    machines_min: ClassVar[int] = 2
+
     def __init__(self, shape: PanelShape, settings: Sequential) -> None:
         self.shape, self.healthy = shape, settings.healthy
         # Requested false alarms per machine and block.
@@ -220,7 +222,10 @@ class SequentialTracker:
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
-        self.seen = np.zeros((m, n), dtype=np.bool_)
+        # Ticks since it, and from the one before to it; infinite: there was none
+        self.silent, self.apart = (np.full((m, n), np.inf, dtype=np.float32) for _ in range(2))
+        self.middle = np.zeros(m, dtype=np.float32)
+        self.here: NDArray[np.bool_] = np.zeros(n, dtype=np.bool_)  # machines with a value that is as new as usual
         self.moved = np.zeros((m, n), dtype=np.bool_)  # the value was not always the same
         # `explained`: attributed to the culprit, since their alarms came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
@@ -241,12 +246,17 @@ class SequentialTracker:
         self.threshold = math.inf  # of `both`
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
-        if len(self.shape.machines) < 2:
+        if len(self.shape.machines) < self.machines_min:
             return []
         self.ticks += 1
         self.at = at
-        [known] = _newest.apply(self, (self.last, self.seen, self.moved), (np.ascontiguousarray(values),))
-        middle = self._middle()
+        [known] = _newest.apply(self, (self.last, self.silent, self.apart, self.moved), (np.ascontiguousarray(values),))
+        self.age += known.any(axis=0)
+        # Of a machine that left, the last value says nothing of where its peers are now.
+        seen, current = np.isfinite(self.silent), known | (self.silent < self.apart)
+        self.here = np.asarray(current.any(axis=0))
+        self.middle = middle = self._middle(seen, current)
+        known = known & (current.sum(axis=1) > 1)[:, None]
         self.middles.append(middle)
         recent = np.array(self.middles)
         low, high = recent.min(axis=0)[:, None], recent.max(axis=0)[:, None]
@@ -258,7 +268,7 @@ class SequentialTracker:
         self.leaps.append(self.novelty.scores(self.deviation))
         novel = self.novel.score(np.min(self.leaps, axis=0))
         # A value that stands still is an inventory: that a machine has more memory is no fault.
-        comparable = self.equal_levels & (2 * self.moved.sum(axis=1) >= self.seen.sum(axis=1))
+        comparable = self.equal_levels & (2 * self.moved.sum(axis=1) >= seen.sum(axis=1))
         self.far.append(self.peers.tick(residual, known, middle, learning, comparable & self.place.distinct))
         far = self.distance.score(np.min(self.far, axis=0))
         if 0 < self.novelty.reference < DAY_SECONDS:
@@ -268,7 +278,6 @@ class SequentialTracker:
         far = np.where(self.misplaced, 0, far)  # said already, by its place
         self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced) | self.tolerated, comparable)
         self._renew_tail()
-        self.age += known.any(axis=0)
         # Too few samples for the usual levels of a machine that came later than its peers.
         young = (self.age <= BLOCKS_MIN * BLOCK_TICKS) & (self.age < LATE_SHARE * self.ticks)
         young |= self.age < START_TICKS
@@ -287,13 +296,15 @@ class SequentialTracker:
         scores = {name: score for name, c in channels.items() if (score := c.learned) is not None}
         return renewed(self.profile, self.shape, self.place.learned, scores)
 
-    def _middle(self) -> Floats:
-        """Median over machines of the newest known values, (M,)."""
-        if self.seen.all():
-            return row_medians(self.last)[:, 0]
-        middle = np.zeros(len(self.last), dtype=np.float32)
-        for m in np.flatnonzero(self.seen.any(axis=1)):
-            middle[m] = row_medians(self.last[m, self.seen[m]][None])[0, 0]
+    def _middle(self, seen: NDArray[np.bool_], current: NDArray[np.bool_]) -> Floats:
+        """Median over machines of the newest values, (M,); of `seen` machines (M, N), those without a `current` value
+        are taken to be where they usually are among the others."""
+        middle: Floats = medians_of(self.last, current)[:, 0]
+        some = (seen & ~current).any(axis=1)
+        if some.any():
+            habit, seen, current = self.shifts.following.habit[some], seen[some], current[some]
+            middle[some] += (medians_of(habit, seen) - medians_of(habit, current))[:, 0]
+            middle[some] = np.where(current.any(axis=1), middle[some], self.middle[some])
         return middle
 
     def _renew_tail(self) -> None:
@@ -317,8 +328,8 @@ class SequentialTracker:
             self.place.restart_past()
         self.tolerated = lasting
         above = (relative > 1) & ~over_already
-        pair = len(above) < MACHINES_MIN
-        if pair:
+        num_here = int(self.here.sum())
+        if num_here < MACHINES_MIN:
             above &= self._moved()
         calm &= ~self.misplaced | (self.place.relative < CALM_SHARE)
         self.calm = np.where(calm & ~placed, self.calm + 1, 0)
@@ -343,6 +354,8 @@ class SequentialTracker:
         if not fresh.any():
             return []
         found = []
+        present = self._present
+        pair = present.sum() == 2
         evidence = np.maximum(relative, np.where(placed, self.place.relative, 0))
         for n in np.flatnonzero(fresh)[np.argsort(-evidence[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
@@ -357,7 +370,7 @@ class SequentialTracker:
             if self.explained[n]:
                 self.calm[n] = 0
                 continue  # propagation from the culprit; reported if it becomes stronger, or differs in its metrics
-            if 2 * int((above | placed).sum()) > len(above) and not pair:
+            if 2 * int(((above | placed) & present).sum()) > num_here and not pair:
                 continue  # a majority is anomalous: peer comparison is invalid
             if placed[n]:
                 self.misplaced[n], self.misplaced_at[n] = True, self.ticks
@@ -373,12 +386,20 @@ class SequentialTracker:
         return found
 
     def _moved(self) -> NDArray[np.bool_]:
-        """(2,): of two machines, the one that left its own level while the other did not. That they differ says
-        nothing of which is at fault: each is an outlier to the other."""
-        metric = self.shifts.first(int(self.both.scores.argmax()))[0]
-        away = np.abs(self.novelty.recent[metric] - self.novelty.level[metric])
-        far = away > MOVED_SCALES * self.shifts.following.usual[metric]
-        return np.asarray(far & (away > MOVED_TIMES * away[::-1]), dtype=np.bool_)
+        """(N,): of two machines that are there, the one that left its own level while the other did not. That they
+        differ says nothing of which is at fault: each is an outlier to the other."""
+        moved, pair = np.zeros(len(self.here), dtype=np.bool_), np.flatnonzero(self.here)
+        if len(pair) == 2:
+            metric = self.shifts.first(int(pair[self.both.scores[pair].argmax()]))[0]
+            away = np.abs(self.novelty.recent[metric, pair] - self.novelty.level[metric, pair])
+            far = away > MOVED_SCALES * self.shifts.following.usual[metric]
+            moved[pair] = far & (away > MOVED_TIMES * away[::-1])
+        return moved
+
+    @property
+    def _present(self) -> NDArray[np.bool_]:
+        """(N,): machines with a value in the last ticks, also if one of now is missing."""
+        return np.asarray(self.silent.min(axis=0) < BLOCK_TICKS)
 
     @property
     def scores(self) -> Floats:
@@ -393,7 +414,7 @@ class SequentialTracker:
         if self.ticks % BLOCK_TICKS:
             return
         # Machines above the threshold never count, reported or not: a fault must not be learned as part of the tail.
-        counted = ~self.alarmed & ~self.misplaced & (self.age > 0)
+        counted = ~self.alarmed & ~self.misplaced & self._present
         counted &= self.healthy | (self.both.block_max <= self.threshold)
         suspect_for = self.at - self.suspected_at
         trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
@@ -431,7 +452,7 @@ class SequentialTracker:
 
     def _finding(self, n: int, at: float) -> Finding:
         machine = self.shape.machines[n]
-        num_peers = len(self.shape.machines) - 1
+        num_peers = int(np.delete(self._present, n).sum())
         peers = f"{num_peers} peers" if num_peers > 1 else "one peer"
         shift = max(float(self.single.surprise[n]), float(self.several.surprise[n])) / self.threshold
         novel, far = (float(c.surprise[n]) / self.threshold for c in (self.novel, self.distance))
@@ -508,10 +529,12 @@ class SequentialTracker:
 
 @Elementwise(np.bool_)
 def _newest(state: Any, now: Any) -> tuple[Any, ...]:
-    (last, seen, moved), (value,), most = state, now, np.float32(VALUE_MAX)
+    (last, silent, apart, moved), (value,), most = state, now, np.float32(VALUE_MAX)
     known = np.isfinite(value)
     newest = where(known, clip(value, -most, most), last)
-    return newest, seen | known, moved | (seen & (newest != last)), known
+    moved = moved | (np.isfinite(silent) & (newest != last))
+    silent = silent + np.float32(1)
+    return newest, where(known, np.float32(0), silent), where(known, silent, apart), moved, known
 
 
 @Elementwise(np.float32, np.float32)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, lower, where
-from rolecall.detector.panels.sequential.order import MAD_TO_SIGMA, row_medians
+from rolecall.detector.panels.sequential.order import MAD_TO_SIGMA, medians_of, row_medians
 
 HABIT_TICKS = 1000.0
 """Averaging time of all parameters learned here."""
@@ -117,7 +117,7 @@ class PeerCorrelation:
             self.level, self.middle = middle.copy(), middle.copy()
         self._restart(middle)
         away, step = middle - self.level, middle - self.middle
-        pooled = row_medians(self.size) * np.float32(MEAN_TO_SIGMA)
+        pooled = medians_of(self.size, self.count > 0) * np.float32(MEAN_TO_SIGMA)
         floor = np.maximum(SCALE_SHARE_MIN * pooled, self.share_min * np.abs(middle))
         floor = np.maximum(floor, 1e-30).astype(np.float32)
         [scale] = _scale.apply(self, (), (self.size, self.count), (pooled, floor))
@@ -156,7 +156,8 @@ class PeerCorrelation:
         if young.any():
             habit = np.where(learned & (self.count == 0), residual, self.habit)
             own = residual - habit - self.gain * away - self.lag * step
-            among[young] = np.float32(MEAN_TO_SIGMA) * row_medians(np.abs(own[young]))
+            shown = (learned | (self.count > 0))[young]
+            among[young] = np.float32(MEAN_TO_SIGMA) * medians_of(np.abs(own[young]), shown)
         return among
 
     def _restart(self, middle: Floats) -> None:

@@ -35,11 +35,8 @@ class LearnedPlaces:
         there = np.isfinite(places) & healthy
         self.spread_sum[metrics] += log_likelihood(np.where(there, places, math.nan), window)
         self.num_spreads[metrics] += 1
-        num = self.num_places[metrics]
-        own = self.place_sum[metrics] / np.where(num > 0, num, math.nan)
-        away = np.where(
-            there, places - np.where(np.isfinite(self.before[metrics]), self.before[metrics], own), math.nan
-        )
+        # Not from earlier windows of this recording: they say nothing of how far offsets move until the next one.
+        away = np.where(there, places - self.before[metrics], math.nan)
         known = np.isfinite(away).sum(axis=1) > 1
         self.drift_sum[metrics[known]] += log_likelihood(away[known], window[known])
         self.num_drifts[metrics[known]] += 1

@@ -35,6 +35,28 @@ def _row_medians(first: int, last: int, x: Array, found: Array) -> None:
         found[m, 0] = middle_of(in_order(x[m]), x.shape[1])
 
 
+def medians_of(x: Array, counted: NDArray[np.bool_]) -> Array:
+    """(M, N) -> (M, 1): as `row_medians`, of those that are `counted` (M, N); 0 where none is."""
+    if counted.all():
+        return row_medians(x)
+    if not is_large(x.shape[1]):
+        return np.nan_to_num(peer_median(np.where(counted, x, np.float32(math.nan))))
+    found = np.zeros((len(x), 1), dtype=np.float32)
+    in_threads(compiled(_counted_medians), len(x), x, counted, found)
+    return found
+
+
+def _counted_medians(first: int, last: int, x: Array, counted: NDArray[np.bool_], found: Array) -> None:
+    shown = np.empty(x.shape[1], dtype=np.float32)
+    for m in range(first, last):
+        num = 0
+        for n in range(len(shown)):
+            shown[n] = x[m, n] if counted[m, n] else np.float32(math.inf)
+            num += counted[m, n]
+        if num > 0:
+            found[m, 0] = middle_of(in_order(shown), num)
+
+
 @helper
 def in_order(x: Array) -> Array:
     """Bits of float32 (N,) as integers that are in the order of the values."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.sequential.elementwise import Elementwise, higher, lower, where
-from rolecall.detector.panels.sequential.order import largest, row_medians
+from rolecall.detector.panels.sequential.order import largest, medians_of
 
 MEMORY_TICKS = 1000.0
 RANK_POWER = 0.4
@@ -36,7 +36,7 @@ class PeerDistance:
         self.size = np.zeros((num_metrics, num_machines), dtype=np.float32)  # mean absolute residual
         self.count = np.zeros((num_metrics, num_machines), dtype=np.float32)
         self.distance = np.zeros((num_metrics, num_machines), dtype=np.float32)
-        self.usual = np.zeros((num_metrics, 1), dtype=np.float32)  # median of `size`
+        self.usual = np.zeros((num_metrics, 1), dtype=np.float32)  # median of `size`, of machines with the metric
         self.ticks, self.rank = 0, 1
 
     def tick(
@@ -52,7 +52,7 @@ class PeerDistance:
         are no duplicates of another."""
         self.ticks += 1
         if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
-            self.usual = row_medians(self.size)
+            self.usual = medians_of(self.size, self.count > 0)
         unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
         varies = usable[:, None] & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
         [self.distance] = _distance.apply(

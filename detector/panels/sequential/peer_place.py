@@ -33,7 +33,7 @@ from rolecall.detector.panels.peer_scores import peer_median
 from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, where
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT
 from rolecall.detector.panels.sequential.learned_places import LearnedPlaces
-from rolecall.detector.panels.sequential.order import middles, row_medians, spread_of
+from rolecall.detector.panels.sequential.order import medians_of, middles, spread_of
 from rolecall.detector.panels.sequential.priors import SPREADS, SpreadPrior
 from rolecall.detector.panels.sequential.profile import UsualPlaces
 
@@ -232,12 +232,13 @@ class PeerPlace:
         )
 
     def _evaluate(self, counted: NDArray[np.bool_], comparable: NDArray[np.bool_]) -> None:
-        variance = row_medians(self.variance)[:, 0].astype(np.float64)
+        sampled = self.count > 0  # of a metric that only some machines have, only these count
+        variance = medians_of(self.variance, sampled)[:, 0].astype(np.float64)
         self.noise = np.sqrt(variance)[:, None].astype(np.float32)
         live = comparable & (variance > 0)
         if not live.any():
             return
-        phi = row_medians(self.covariance)[:, 0] / np.maximum(variance, 1e-30) + 2 / self.ticks
+        phi = medians_of(self.covariance, sampled)[:, 0] / np.maximum(variance, 1e-30) + 2 / self.ticks
         tau = (1 + np.clip(phi, 0, PHI_MAX)) / (1 - np.clip(phi, 0, PHI_MAX))
         # A short recording shows only a part of slow noise.
         variance = variance / (1 - np.minimum(tau / self.ticks, 0.75))
@@ -283,7 +284,7 @@ class PeerPlace:
         """(M, N), of the noise (M, 1), times how much more than its peers a machine varies from tick to tick, where
         noise is large against the level. There, values show how much work there is at the moment, of which one machine
         may have all, and not how well a machine does it."""
-        usual = np.maximum(row_medians(self.step), np.float32(1e-30))
+        usual = np.maximum(medians_of(self.step, self.count > 0), np.float32(1e-30))
         bursty = self.noise > BURSTY * np.abs(self.usual_level)
         [unit] = _unit.apply(self, (), (self.step, self.mean), (noise, self.noise, usual, bursty, self.usual_level))
         return unit
@@ -311,7 +312,7 @@ class PeerPlace:
         count, mean, unit = (x if live.all() else x[live] for x in (self.past_count, self.past_mean, self.unit))
         changes = _nearest(recent - mean, stays - mean)
         changes = _in_units(np.where(count >= START_BLOCKS, changes, np.float32(math.nan)), unit)
-        num_past = row_medians(count)[:, 0]
+        num_past = medians_of(count, count > 0)[:, 0]
         window = np.minimum(1, 1.4 * tau[live] / WINDOW_TICKS)
         window = window + np.minimum(1, tau[live] / (BLOCK_TICKS * np.maximum(num_past, 1)))
         spreads = np.maximum(SPREADS, SPREAD_MIN) ** 2 + window[:, None]
@@ -383,7 +384,8 @@ class PeerPlace:
         if away.shape[2] < ROBUST_MACHINES:
             away -= np.median(away, axis=2, keepdims=True)  # see `_learn`
         # In a ring of blocks one pair is not of neighbours.
-        rho = row_medians((away[1:] * away[:-1]).sum(axis=0) / ((away * away).sum(axis=0) + np.float32(1e-30)))
+        rho = (away[1:] * away[:-1]).sum(axis=0) / ((away * away).sum(axis=0) + np.float32(1e-30))
+        rho = medians_of(rho, np.asarray(known.any(axis=0)))
         rho = np.clip(rho + np.float32(2 / len(away)), 0, np.float32(RHO_MAX))
         return Alike(
             rho=rho,

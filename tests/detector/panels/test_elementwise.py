@@ -10,7 +10,7 @@ from rolecall.detector.panels.panel import Panel
 from rolecall.detector.panels.sequential import elementwise
 from rolecall.detector.panels.sequential.detector import Sequential
 from rolecall.detector.panels.sequential.elementwise import log
-from rolecall.detector.panels.sequential.order import middles
+from rolecall.detector.panels.sequential.order import medians_of, middles
 from tests.detector.panel_data import noise
 
 MACHINES = 200
@@ -79,3 +79,12 @@ def test_middles_are_medians(blocks: int) -> None:
         known = ~np.isnan(x).all(axis=0)
     assert middles(x)[known] == pytest.approx(np.nanmedian(x[:, known], axis=0))
     assert np.isnan(middles(x)[~known]).all()
+
+
+@pytest.mark.parametrize("machines", [7, 1500])
+def test_medians_of_some_leave_out_the_others(machines: int) -> None:
+    rng = np.random.default_rng(machines)
+    x, counted = rng.standard_normal((4, machines)).astype(np.float32), rng.random((4, machines)) < 0.6
+    counted[3] = False
+    expected = [np.median(row[some]) for row, some in zip(x[:3], counted[:3], strict=True)]
+    assert medians_of(x, counted)[:, 0] == pytest.approx([*expected, 0.0])

@@ -1,6 +1,7 @@
 """Profiles: what is usual in one's own job, learned from recordings or by `watch`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,8 +87,9 @@ def test_a_fault_is_found_beside_what_is_usual(profile: Profile) -> None:
     assert named(recorded(9, unequal=0.0), profile) == {"m2"}, "less than its usual work"
 
 
-def test_one_recording_does_not_show_how_far_offsets_move() -> None:
-    once = learned(recorded(1))
+@pytest.mark.parametrize("ticks", [TICKS, 400])
+def test_one_recording_does_not_show_how_far_offsets_move(ticks: int) -> None:
+    once = learned(recorded(1, ticks=ticks))
     (panel,) = once.panels
     assert panel.offsets["m2"]["metric_0"] == pytest.approx(UNEQUAL, rel=0.2)
     shape = recorded(9).shape
@@ -199,6 +201,20 @@ def test_fit_refuses_recordings_that_show_nothing(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInput, match="96 ticks"):
         fit_profile([tmp_path / "short.parquet"], tmp_path / "out.json")
     assert not (tmp_path / "out.json").exists()
+
+
+def test_fit_tells_why_a_panel_shows_nothing(tmp_path: Path) -> None:
+    good, still, alone = recorded(1), recorded(1), recorded(1)
+    still.values[:] = 7.0
+    alone = Panel(
+        shape=replace(alone.shape, machines=alone.shape.machines[:1]), at=alone.at, values=alone.values[..., :1]
+    )
+    paths = [tmp_path / f"{name}.parquet" for name in ("good", "still", "alone", "short")]
+    for path, panel in zip(paths, (good, still, alone, recorded(1, ticks=50)), strict=True):
+        recording.write(path, [panel])
+    said = fit_profile(paths, tmp_path / "out.json")
+    for name, why in (("still", "no metric moves"), ("alone", "one machine has no peers"), ("short", "50 of 96 ticks")):
+        assert f"shows nothing: {tmp_path}/{name}.parquet: role trainer: {why}" in said
 
 
 def test_watch_keeps_what_it_learned_for_the_next_run_of_the_job(

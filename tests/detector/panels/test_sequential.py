@@ -409,3 +409,32 @@ def test_a_lasting_change_becomes_normal_and_the_next_fault_of_that_machine_is_r
     found = findings(Sequential(), replace(slow, values=values))
     assert nodes(found) == ["n002", "n002"]
     assert found[0].detected_at < slow.at[400] and slow.at[1200] <= found[1].detected_at < slow.at[1260]
+
+
+def departed(panel: Panel, left: int, since: int) -> Panel:
+    """Of its machines only the first `left` remain. They stand apart by ten times their noise."""
+    values = panel.values + 10 * np.random.default_rng(1).standard_normal(panel.values[:, :1].shape, dtype=np.float32)
+    values[:, since:, left:] = np.nan
+    return replace(panel, values=values)
+
+
+@pytest.mark.parametrize(("machines", "left"), [(2, 1), (3, 1), (3, 2), (4, 1), (8, 3)])
+@pytest.mark.parametrize("since", [90, 100])
+def test_what_happens_to_those_that_are_left_is_no_ones_fault(machines: int, left: int, since: int) -> None:
+    panel = noise(machines=machines, ticks=150)
+    panel.values[:, 100:] += 30.0
+    assert nodes(findings(Sequential(), departed(panel, left, since))) == []
+
+
+@pytest.mark.parametrize(("machines", "left", "peers"), [(8, 4, "its 3 peers"), (3, 2, "its one peer")])
+def test_a_fault_of_one_that_is_left_is_named_among_them(machines: int, left: int, peers: str) -> None:
+    panel = departed(noise(machines=machines, metrics=2, ticks=ONSET + 40), left, 500)
+    [f] = findings(Sequential(), shifted(panel, 1, 30.0))
+    assert nodes([f]) == ["n001"] and peers in f.because and f.detected_at >= panel.at[ONSET]
+
+
+def test_a_metric_that_only_some_machines_have_is_judged_among_these() -> None:
+    panel = noise(machines=20, metrics=4, ticks=40)
+    panel.values[2:, :, 9:] = np.nan
+    [f] = findings(Sequential(), shifted(panel, 1, 30.0, metric=2, since=0))
+    assert nodes([f]) == ["n001"] and f.evidence[0].kind == "metric:m2" and f.detected_at - panel.at[0] <= 24

@@ -118,3 +118,11 @@ def test_missing_and_senseless_values_break_nothing() -> None:
     values[2] = 0.0
     values[0, 10, 0] = -1.0
     assert [f.suspects[0].node for f in findings(StepTime(), replace(stage(), values=values))] == ["n002"]
+
+
+def test_those_that_left_are_not_counted_among_the_peers() -> None:
+    panel = slowed(slowed(stage(machines=8, ticks=120), 0, 3.0, since=60), 1, 3.0, since=60)
+    panel.values[:, 20:, 3:] = np.nan
+    assert findings(StepTime(), panel) == []
+    [f] = findings(StepTime(), replace(panel, values=np.where(np.arange(8) == 1, panel.values[..., 2:3], panel.values)))
+    assert f.suspects[0].node == "n000" and "its 2 peers" in f.because

@@ -17,7 +17,7 @@ from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
-from rolecall.recovery.loop import Watch
+from rolecall.recovery.loop import LATE_EXIT_SECONDS, Watch
 from rolecall.testing.recovery_world import FLEET, FakeSource, diagnosis
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
@@ -648,9 +648,12 @@ def test_a_pause_leaves_no_action_half_done_and_begins_none(world: World, calls:
 
 
 class Scheduled(TwoTicks):
-    """Of a job that rolecall did not start: refuses in the second tick."""
+    """Of a job that rolecall did not start: refuses in the second tick. It would end reward/0, too."""
 
     schedules = True
+
+    def also_ends(self, plan: Plan) -> tuple[str, ...]:
+        return ("reward/0",)
 
     def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
         if self.num_performed:
@@ -659,14 +662,21 @@ class Scheduled(TwoTicks):
 
 
 @pytest.mark.parametrize("calls", [True, False])
-def test_a_replica_whose_action_was_refused_before_any_call_is_still_watched(world: World, calls: bool) -> None:
+def test_what_runs_on_after_an_action_that_was_refused_is_watched(tmp_path: Path, calls: bool) -> None:
+    """Once a call was made it may end still, and be told of late."""
+    world = World(tmp_path, replicas_at_once_max=2)
     actuator = Scheduled(world.journal, calls=calls)
     watch = Watch(
         *(world.journal, FakeSource(world.clock), world.detector, actuator, world.config, world.notifier, world.clock),
         "host:1:1",
     )
     world.run(2, watch)
-    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.ESCALATED and "status 403" in world.only().because
-    assert (("rollout/1", 2) in world.detector.forgotten) is calls
+    ends = {("rollout/1", 2), ("reward/0", 2)}
+    world.run(LATE_EXIT_SECONDS / 2, watch)
+    assert ends & set(world.detector.forgotten) == (ends if calls else set())
+    world.runtime.inject("reward/0", FaultClass.CRASH)  # as the action meant it to
+    world.run(LATE_EXIT_SECONDS, watch)
+    assert ends & set(world.detector.forgotten) == ({("reward/0", 2)} if calls else set())

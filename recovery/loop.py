@@ -429,6 +429,7 @@ class Watch:
                 committed_seq=self._committed_seq() if incident.state is IncidentState.OPEN else 0,
                 returned_seq=returned_nodes(self._journal),
                 loads=self._detector.loads() if incident.state is IncidentState.OPEN else None,
+                progress=situation.progress,
             )
             move = next_step(incident, situation, policy_input)
             if move is None:

@@ -566,7 +566,9 @@ class Watch:
             config=config,
             incidents=tuple(self._projection.incidents.values()),
             paused=paused,
-            begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
+            begun=(paused is not None or observing)
+            and incident.state is IncidentState.ACTING
+            and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
             absent_seconds=max(0.0, min([watched_seconds, open_seconds, *stood])),

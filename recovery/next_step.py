@@ -55,6 +55,8 @@ BY_WATCH = "watch"
 """`by` of an automatic quarantine."""
 UPDATE_TOPIC = "update"
 """Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
+FAILED_TOPIC = "failed"
+"""Topic of its page when an action that was begun in another mode has failed."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -197,7 +199,10 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
     begins |= attempt.plan.action is ActionKind.END_ORPHAN
-    if begins and ((situation.paused is not None and not situation.begun) or situation.observing):
+    if begins and situation.begun and situation.observing:
+        because = f"it was begun, and is left half done because mode is observe: {attempt.plan.words}"
+        return failed(incident, attempt, ActionFailure.REFUSED, because)
+    if begins and not situation.begun and (situation.paused is not None or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
 
@@ -287,9 +292,13 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
     if not verdict.page_oncall:
         return None
     because = f"{incident.diagnosis.because}; {verdict.because}"
+    topic = verdict.guard
     # Nobody acts on a job that rolecall only observes but the one who was paged: what was found since is for them.
-    known_better = situation.observing and verdict.guard in incident.page_topics and _decided_since(incident)
-    return _page_oncall(incident, UPDATE_TOPIC if known_better else verdict.guard, because, situation)
+    if situation.observing and incident.failures:
+        topic = FAILED_TOPIC
+    elif situation.observing and topic in incident.page_topics and _decided_since(incident):
+        topic = UPDATE_TOPIC
+    return _page_oncall(incident, topic, because, situation)
 
 
 def _decided_since(incident: Incident) -> bool:

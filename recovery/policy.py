@@ -239,7 +239,8 @@ def decide(facts: PolicyInput) -> PolicyDecision:
         return decision
     # Nothing can act on this job. What is worth an action is worth a call, with what the engineer can do.
     needed = decision.page_oncall or decision.plan.action is not ActionKind.TOLERATE
-    return _nothing(facts, f"{WATCHED}: {what_to_do(facts.diagnosis)}", page=needed)
+    failed = "".join(f"{p.because}; " for p in facts.past[-1:])
+    return _nothing(facts, f"{WATCHED}: {failed}{what_to_do(facts.diagnosis)}", page=needed)
 
 
 def _of_class(facts: PolicyInput) -> PolicyDecision:

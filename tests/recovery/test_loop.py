@@ -11,9 +11,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads.recovery import CallStarted
+from rolecall.core.journal.payloads.recovery import CallStarted, OncallPaged
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.actuators.base import ActionResult, NoopActuator
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
@@ -645,6 +645,27 @@ def test_a_pause_leaves_no_action_half_done_and_begins_none(world: World, calls:
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED
+
+
+@pytest.mark.parametrize("acts", [True, False], ids=["the actuator is still configured", "it is not"])
+def test_on_call_is_told_of_an_action_that_mode_observe_leaves_half_done(world: World, acts: bool) -> None:
+    before = TwoTicks(world.journal, calls=True)
+    after = TwoTicks(world.journal, calls=True) if acts else NoopActuator()
+    observing = world.config.model_copy(update={"mode": "observe"})
+    first, second = (
+        Watch(
+            *(world.journal, FakeSource(world.clock), world.detector, actuator, config, world.notifier, world.clock),
+            holder,
+        )
+        for actuator, config, holder in ((before, world.config, "host:1:1"), (after, observing, "host:2:1"))
+    )
+    world.run(2, first)
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.until(lambda: before.num_performed, first)
+    world.run(30, second)
+    (page,) = world.events(K.ONCALL_PAGED)
+    assert "it was begun, and is left half done" in page.as_(OncallPaged).because
+    assert world.desired("rollout/1") == 1 and not world.all_closed()
 
 
 class Scheduled(TwoTicks):

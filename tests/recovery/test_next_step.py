@@ -385,7 +385,6 @@ def test_a_pause_holds_an_approved_plan_and_is_recorded_once() -> None:
         (fleet(), {"config": {"mode": "observe"}}, False),
         (fleet(rollout_1=2), {"paused": "by me"}, True),  # it has happened: repeating it is without effect
         (fleet(), {"paused": "by me", "begun": True}, True),  # of several calls some were made
-        (fleet(), {"config": {"mode": "observe"}, "begun": True}, False),
     ],
 )
 def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(
@@ -393,6 +392,17 @@ def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(
 ) -> None:
     move = _move(_incident(S.ACTING, _attempt(started_at=NOW - 1)), view=view, **situation)
     assert isinstance(move, Perform) is performs and (performs or move is None)
+
+
+def test_an_action_that_mode_observe_leaves_half_done_has_failed() -> None:
+    acting = _incident(S.ACTING, _attempt(started_at=NOW - 1))
+    move = _move(acting, begun=True, config={"mode": "observe"})
+    assert _said(move) == (K.ACTION_FAILED, "refused")
+    assert isinstance(move, Append) and "left half done" in move.payload.because
+    refused = _attempt(started_at=NOW - 1, failure=ActionFailure.REFUSED)
+    told = _attempt(A.TOLERATE, page_oncall=True, held_by=frozenset({"mode"}))
+    observed_before = _incident(S.PLANNED, refused, told, page_topics=frozenset({"mode"}))
+    assert _said(_move(observed_before, config={"mode": "observe"})) == (K.ONCALL_PAGED, "failed")
 
 
 def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begun() -> None:

@@ -475,7 +475,8 @@ RUNS_ON = replace(STOPPED, state=R.SERVING)
 def test_what_else_an_action_has_ended_has_to_be_back(
     ended_by: str, second: ReplicaView, progress: dict[str, Any], seconds: float, said: tuple[EventKind, str] | None
 ) -> None:
-    now, past = _attempt(started_at=NOW - seconds, done_at=NOW - seconds), ()
+    now = _attempt(started_at=NOW - seconds, done_at=NOW - seconds)
+    past: tuple[Attempt, ...] = ()
     if ended_by == "this attempt":
         now = replace(now, plan=replace(now.plan, also_ends=(SECOND,)))
     else:  # of its two replacements only that of rollout/1 has died

@@ -439,8 +439,8 @@ def verify(
     wait for the end of a long step, `JOIN_FACTOR` times as long. So may a standby that starts: nobody waits for it, and
     the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
     nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
-    down and that have worked since: the end of one is not the restart's failure. `besides`: what else ended, as
-    of `_ended_besides`; whether it works is its own diagnosis.
+    down and that have worked since: the end of one is not the restart's failure. `besides`: as of
+    `_ended_besides`; whether that works is another diagnosis.
     """
     timed_out = now - done_at > verification_timeout_seconds
     too_late = now - done_at > JOIN_FACTOR * verification_timeout_seconds

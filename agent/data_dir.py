@@ -53,15 +53,8 @@ def token_of(data_dir: Path) -> str:
         OSError: it can be neither read nor created.
     """
     path = data_dir / TOKEN_NAME
-    if not data_dir.is_dir():
-        data_dir.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
-        data_dir.chmod(DIR_MODE)  # whatever the umask
     if not path.exists():
-        descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
-        whole = Path(name)
-        with os.fdopen(descriptor, "w") as f:
-            f.write(secrets.token_hex(32) + "\n")
-        whole.chmod(TOKEN_MODE)
+        whole = _new_file(data_dir, secrets.token_hex(32))
         # A crash leaves the whole file or none; if two agents start at once, both use the first one's token.
         try:
             os.link(whole, path)
@@ -74,6 +67,30 @@ def token_of(data_dir: Path) -> str:
     if not token:
         raise ConfigError([f"{path}: empty; remove it, and the agent creates a new one"])
     return token
+
+
+def provide_token(data_dir: Path, token: str) -> None:
+    """Puts the token of another file where jobs look for it: without it none can register. Raises OSError."""
+    path = data_dir / TOKEN_NAME
+    if not path.exists() or path.read_text().strip() != token:
+        _new_file(data_dir, token).replace(path)
+
+
+def create(data_dir: Path) -> None:
+    """Raises OSError."""
+    if not data_dir.is_dir():
+        data_dir.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
+        data_dir.chmod(DIR_MODE)  # whatever the umask
+
+
+def _new_file(data_dir: Path, token: str) -> Path:
+    create(data_dir)
+    descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
+    with os.fdopen(descriptor, "w") as f:
+        f.write(token + "\n")
+    whole = Path(name)
+    whole.chmod(TOKEN_MODE)
+    return whole
 
 
 def remove(path: Path) -> None:

@@ -21,7 +21,7 @@ from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import Probes
-from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME, remove
+from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME, TOKEN_NAME, create, provide_token, remove
 from rolecall.agent.disk_space import DiskWatch, disk_space
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
@@ -36,6 +36,7 @@ from rolecall.core.http import is_loopback
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
 from rolecall.core.rundir import bearer_token, write_atomically
 from rolecall.core.telemetry import AgentEventKind
+from rolecall.core.text import os_reason
 
 if TYPE_CHECKING:
     import ssl
@@ -107,7 +108,8 @@ class Agent:
         """
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
-        (self._dir / "pages").mkdir(parents=True, exist_ok=True, mode=0o700)
+        create(self._dir)
+        (self._dir / "pages").mkdir(exist_ok=True, mode=0o700)
         if settings.group_registers:
             (self._dir / "pages").chmod(PAGES_MODE)
         self._lock = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -116,6 +118,11 @@ class Agent:
         except BlockingIOError:
             os.close(self._lock)
             raise DirectoryInUse(self._dir) from None
+        if settings.group_registers:
+            try:
+                provide_token(self._dir, settings.token)
+            except OSError as e:  # a full disk: what is registered already is watched
+                logger.warning("no process can register: %s: %s", self._dir / TOKEN_NAME, os_reason(e))
         # Not threading.Event: `set` in a signal handler could deadlock on a lock held by its own thread.
         self._stop_asked = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._disk = DiskWatch()

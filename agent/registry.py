@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.agent.collectors.base import LoggedOnce
-from rolecall.agent.collectors.counters import read_at_most
+from rolecall.agent.collectors.counters import read_at_most, stat_of
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
@@ -43,6 +43,7 @@ REFUSED_SECONDS = 5.0
 EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
 """Rate limit of EXCEPTION events per process, so that one that raises in a loop does not displace the events of others.
 Exceptions beyond it are counted as refused; the newest is reported from the page later."""
+ANCESTORS_MAX = 16
 LOG_FILE_CHARACTERS_MAX = 300
 CGROUP_BYTES_MAX = 16_384
 DEAD_SHOWN_SECONDS = 10.0
@@ -109,6 +110,8 @@ class Registry:
             claim, detail = verified(peer_pid, message, self._node, self._token), detail_of(message)
             with self._lock:
                 known = self._tracked.get(claim.process)
+                if known is None:
+                    self._supersede(claim)
                 claimed, claim = claim.slot, self._separated(claim, known)
                 if known is None:
                     self._admit(claim, detail, claimed)
@@ -188,15 +191,28 @@ class Registry:
                 )
         return others
 
+    def _supersede(self, claim: Registration) -> None:
+        """Forgets processes that a rule took for ranks, because they have a rank's environment, and that have only
+        started the ranks."""
+        above = _ancestors(self._proc, claim.process.pid)
+        for other in list(self._tracked.values()):
+            registration = other.registration
+            if registration.found and registration.role == claim.role and registration.process.pid in above:
+                self._forget(other)
+
     def discover(self, found: Registration, detail: dict[str, str]) -> None:
         """Registers a process that a discovery rule identified. `detail`: of the event, how it was discovered.
 
         Raises:
-            ClaimRejected: already registered, its rank is taken by a live process, too many, or it has ended.
+            ClaimRejected: already registered, its rank is taken by a live process, it has started registered ranks, too
+                many, or it has ended.
         """
         with self._lock:
             if found.process in self._tracked:
                 raise ClaimRejected(f"process {found.process} is already registered")
+            ranks = (r for r in self.registrations() if not r.found and r.role == found.role)
+            if any(found.process.pid in _ancestors(self._proc, r.process.pid) for r in ranks):
+                raise ClaimRejected("the ranks that it has started are registered")
             self._admit(found, detail)
 
     def registrations(self) -> tuple[Registration, ...]:
@@ -440,6 +456,14 @@ class Registry:
             detail["noticed"] = "after a restart of the agent"
         if not (away and self._events.has(AgentEventKind.EXITED, tracked.registration.process)):
             self._events.append(AgentEventKind.EXITED, **tracked.registration.facts(), detail=detail)
+
+
+def _ancestors(proc: Path, pid: int) -> set[int]:
+    found: set[int] = set()
+    while len(found) < ANCESTORS_MAX and (stat := stat_of(proc, pid)) is not None:
+        pid = stat.parent
+        found.add(pid)
+    return found
 
 
 def _log_file(process: Path) -> str:

@@ -177,7 +177,9 @@ def sample_of(
     identity = (who.process, who.role, who.replica, who.rank, who.incarnation)
     reported = _NOT_REPORTED if page is None else _reported(page)
     row = (*identity, at, wall_at, alive, tracked.page_ok, *reported, *kernel)
-    return replace(PROCESSES.sample(row), phase=NO_PAGE, **engine(who.replica, who.rank, at)) if who.found else row
+    if page is not None:
+        return row
+    return replace(PROCESSES.sample(row), phase=NO_PAGE, **engine(who.replica, who.rank, at))
 
 
 _PAGE_FIELDS = [f for f in fields(ProcessSample) if f.name in {*PageState._fields} - {"replica", "rank", "incarnation"}]

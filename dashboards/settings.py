@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.core.rundir import RunDir
+from rolecall.recovery.operators.run_location import run_id_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,10 @@ class Settings:
     patience_seconds: float = 0.0
     """A page waits at least this long for data that a thread is still reading; tests on a loaded machine need more than
     the second or less that users get."""
+
+    @property
+    def run_id(self) -> str:
+        return self.run.run_id if self.run is not None else run_id_of(self.journal_url)
 
 
 _current: list[Settings] = []

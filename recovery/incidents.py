@@ -567,7 +567,8 @@ def _until(attempt: Attempt, hold: Hold) -> Attempt:
 
 
 READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
-NOTIFIED_KINDS = frozenset({EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
+PROPOSAL_ENDS = frozenset({EventKind.PLAN_APPROVED, EventKind.PLAN_REJECTED, EventKind.PLAN_EXPIRED})
+NOTIFIED_KINDS = PROPOSAL_ENDS | {EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED}
 
 
 class IncidentProjection:

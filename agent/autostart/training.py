@@ -25,6 +25,7 @@ import contextlib
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import get_ident
@@ -33,6 +34,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from rolecall.agent.reporter import reporter
+from rolecall.agent.reporter.launcher import launched_process
 
 SOURCE = "hooks"
 PHASE_STEP, PHASE_WAIT = "step", "wait"
@@ -43,7 +45,12 @@ TITLE_BYTES_MAX = 4096
 _CRITIC = re.compile(r"ray::\w*(Critic|ValueWorker)")
 """OpenRLHF's and verl's critics, and NeMo-RL's."""
 STEPS_WITHOUT_LEAD = 8
-"""After so many steps of other optimizers without one of the leading one, another leads."""
+"""After so many steps of another optimizer without one of the leading one, that one leads."""
+STEPS_WITHOUT_CALL = 64
+"""After so many steps of the leading optimizer without a call of a hooked module, modules are looked for again: the
+next part of a training may train others, and CUDA graphs replay a forward pass without a call."""
+GROUPS_MAX = 256
+"""Parameter groups of a step, each of which may be stepped by itself."""
 
 
 class Report(Protocol):
@@ -97,11 +104,17 @@ def role_of_actor(environ: Mapping[str, str], title: str) -> str | None:
 
 def rank_in_group(environ: Mapping[str, str]) -> dict[str, int]:
     """`rank` and `world_size` of the default process group of torch.distributed. Empty: there is none, or the
-    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable."""
+    environment names the rank; Lightning, which starts the processes of a job itself, sets no such variable. In a group
+    larger than the environment's world the variables are those of the process that started the ranks."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     try:
         group = distributed.GroupMember.WORLD
-        return {} if group is None or _names_rank(environ) else {"rank": group.rank(), "world_size": group.size()}
+        if group is None or "ROLECALL_RANK" in environ:
+            return {}
+        rank, size = group.rank(), group.size()
+        if _names_rank(environ) and size <= (launched_process(environ, rank=rank).world_size or size):
+            return {}
+        return {"rank": rank, "world_size": size}
     except Exception:  # noqa: BLE001 torch has changed: the job goes on, as a process without a group
         return {}
 
@@ -116,20 +129,20 @@ def issued_collectives() -> int:
         return -1
 
 
-_watch: "TrainingWatch | None" = None
+_watches: "weakref.WeakSet[TrainingWatch]" = weakref.WeakSet()
+"""Of this process, whether `rolecall exec` or an integration made them."""
 
 
 def attach(optimizers: ModuleType) -> None:
     """`optimizers`: torch.optim.optimizer, just imported; the rest of torch is not."""
-    global _watch
-    _watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
-    optimizers.register_optimizer_step_post_hook(_watch.after_optimizer)
+    watch = TrainingWatch(reporter, sys.modules["torch"], monotonic)
+    optimizers.register_optimizer_step_post_hook(watch.after_optimizer)
 
 
 def stand_down() -> None:
     """The job, or an integration in it, reports this process from now on: the hooks do nothing any more."""
-    if _watch is not None:
-        _watch.stand_down()
+    for watch in list(_watches):
+        watch.stand_down()
 
 
 class TrainingWatch:
@@ -140,9 +153,11 @@ class TrainingWatch:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
         self._guard = Guard(getattr(getattr(torch, "compiler", None), "is_compiling", bool))
         self._modules = Modules(torch, self._guard)
-        self._lead: int | None = None
-        self._others = 0
+        self._lead: weakref.ref[object] | None = None
+        self._others: dict[int, int] = {}  # steps of other optimizers since its last one, by id
         self._num_steps = 0
+        self._num_uncalled = 0  # steps since a hooked module was called
+        self._uncalled_max = STEPS_WITHOUT_CALL
         self._after_step = Hook(self._guard, self._step, any_thread=True)
         self._ended_at = 0.0  # of the last step
         self._called = False  # a hooked module, since then
@@ -152,6 +167,7 @@ class TrainingWatch:
         self._own_seconds = 0.0  # in forward and backward passes since the last step
         self._backward_at: float | None = None  # end of the last forward pass, or of the last gradient after it
         self._evaluated = False
+        _watches.add(self)
 
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
         """torch calls it after each step of any optimizer."""
@@ -167,7 +183,7 @@ class TrainingWatch:
 
     def _step(self, optimizer: object) -> None:
         led = self._lead
-        if not self._leads(id(optimizer)):
+        if not self._leads(optimizer):
             return
         if led is None and self._starts:
             if self._report.is_started() or not is_rank(os.environ):
@@ -175,26 +191,32 @@ class TrainingWatch:
                 return
             self._report.start(source=SOURCE, role=role_of_actor(os.environ, title()), **rank_in_group(os.environ))
             self._report.count_collectives(issued_collectives)
-        if led != self._lead:  # another one may train other modules, in another thread
+        if led is not self._lead:  # another one may train other modules, in another thread
             self._guard.thread = get_ident()
             self._modules.search()
         elif self._modules.searching:
             self._modules.hook(self._before_forward, self._after_forward)
         elif not self._called and self._modules.show_steps():
+            self._num_uncalled += 1
+            if self._num_uncalled > self._uncalled_max:
+                self._uncalled_max = min(2 * self._uncalled_max, GROUPS_MAX)  # perhaps they were groups of one step
+                self._num_uncalled = 0
+                self._modules.search()
             return  # another parameter group of the same step
         elif self._modules.ordering:
             self._modules.hook_last_gradients(self._after_gradients)
         self._stepped()
 
-    def _leads(self, optimizer: int) -> bool:
-        if optimizer == self._lead:
-            self._others = 0
-            return True
-        self._others += 1
-        if self._lead is None or self._others > STEPS_WITHOUT_LEAD:
-            self._lead, self._others = optimizer, 0
-            return True
-        return False
+    def _leads(self, optimizer: object) -> bool:
+        lead = self._lead() if self._lead is not None else None
+        if optimizer is not lead:
+            steps = self._others[id(optimizer)] = self._others.get(id(optimizer), 0) + 1
+            if lead is not None and steps <= STEPS_WITHOUT_LEAD:
+                return False
+            self._lead = weakref.ref(optimizer)
+        if self._others:
+            self._others = {}
+        return True
 
     def _stepped(self) -> None:
         now = self._clock()
@@ -216,6 +238,7 @@ class TrainingWatch:
         self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
         self._backward_at = None
         self._called = self._evaluated = False
+        self._num_uncalled = 0
 
     def _before_forward(self, module: Any) -> None:
         self._called, self._forward_at = True, None

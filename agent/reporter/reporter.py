@@ -224,7 +224,8 @@ _find_agent: Callable[[], str] | None = None
 _uncounted = False
 """Whether this process started by itself: nobody counts its incarnations or waits for `finish`."""
 _uncaught = False
-_previous_excepthook = sys.excepthook
+_previous_excepthook: Callable[[type[BaseException], BaseException, TracebackType | None], object] | None = None
+"""Set once a process: a hook that was installed since calls this module's, which must not call it in turn."""
 _starting = threading.Lock()
 
 
@@ -305,7 +306,7 @@ def start(
         if _ticker is None:
             _ticker = threading.Thread(target=_tick, args=(_page,), name="rolecall-beats", daemon=True)
             _ticker.start()
-        if sys.excepthook is not _excepthook:
+        if _previous_excepthook is None:
             _previous_excepthook, sys.excepthook = sys.excepthook, _excepthook
 
 
@@ -608,7 +609,8 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
         ends = not hasattr(sys, "ps1")  # a prompt shows the exception and goes on
         if ends or not getattr(exc, "_rolecall_reported", False):  # reported before, it might still have been caught
             _report_exception(exc, uncaught=ends)
-    _previous_excepthook(kind, exc, where)
+    if _previous_excepthook is not None:
+        _previous_excepthook(kind, exc, where)
 
 
 @atexit.register

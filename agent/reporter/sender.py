@@ -1,9 +1,10 @@
 """The reporter's side thread: sends registration and rare events to the agent over its Unix socket.
 
 Callers enqueue a message and continue. One message is one connection: a JSON line out, a JSON line back (`{"ok": true}`
-or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers: a missing or restarting agent never
-delays training. Everything sent is also on the state page, which the agent reads once more after the process's exit: a
-lost message only delays its event. Standard library only."""
+or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers, and repeated to an agent that
+starts later, which may have lost it: a missing or restarting agent never delays training. Everything sent is also on
+the state page, which the agent reads once more after the process's exit: a lost message only delays its event. Standard
+library only."""
 
 import hashlib
 import json
@@ -28,6 +29,8 @@ RETRY_SECONDS_MAX = 2.0
 """Bounds of the exponential backoff between attempts."""
 NUM_ATTEMPTS_EVENT = 5
 """Attempts to send an event, which is on the page anyway; registration is retried forever."""
+AGENT_CHECK_SECONDS = 5.0
+"""Between two looks at the agent's socket, which a new agent replaces."""
 NUM_QUEUED_MAX = 64
 REPLY_BYTES_MAX = 4096
 NUM_FRAMES_MAX = 20
@@ -125,6 +128,8 @@ class ReporterClient:
         # Not queue.Queue: its lock is not reentrant, and a signal handler may report from inside a `put`.
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
         self._newest_identity = 0
+        self._registration: dict[str, Any] | None = None  # the newest
+        self._registered_at: tuple[int, int] | None = None  # the socket that it was sent to
         self._heard = True  # whether the last attempt reached an agent
         threading.Thread(target=self._run, name="rolecall-sender", daemon=True).start()
 
@@ -134,9 +139,9 @@ class ReporterClient:
         """`detail`: of the event that the agent writes."""
         self._newest_identity += 1
         identity = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": secret}
-        self._put(
-            {"kind": "register", "identity_number": self._newest_identity, **identity, "detail": dict(detail or {})}
-        )
+        numbered = {"kind": "register", "identity_number": self._newest_identity}
+        self._registration = {**numbered, **identity, "detail": dict(detail or {})}
+        self._put(self._registration)
 
     def exception(self, detail: Mapping[str, str], *, number: int) -> None:
         self._put({"kind": "exception", "number": number, "detail": detail})
@@ -157,7 +162,12 @@ class ReporterClient:
 
     def _run(self) -> None:
         while True:
-            message = self._queue.get()
+            try:
+                message = self._queue.get(timeout=AGENT_CHECK_SECONDS)
+            except queue.Empty:
+                if self._registration is None or self._socket() in (None, self._registered_at):
+                    continue
+                message = self._registration
             if isinstance(message, threading.Event):
                 message.set()
             else:
@@ -170,6 +180,8 @@ class ReporterClient:
             if message["kind"] == "register" and message["identity_number"] != self._newest_identity:
                 return  # promoted in the meantime: the older identity is obsolete
             try:
+                if message["kind"] == "register":
+                    self._registered_at = self._socket()
                 send_message(self._path, message, SEND_SECONDS)
                 self._heard = True
                 return
@@ -184,3 +196,11 @@ class ReporterClient:
                 return
             waiting.wait(pause_seconds)
             pause_seconds = min(RETRY_SECONDS_MAX, 2 * pause_seconds)
+
+    def _socket(self) -> tuple[int, int] | None:
+        """Inode and time of creation; None: there is none."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns

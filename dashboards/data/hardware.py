@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.sources.prometheus_api import PrometheusResponseTooLarge
 from rolecall.formats.xid.xid import sxid, xid
 from rolecall.recovery.incidents import Incident
 
@@ -20,10 +22,11 @@ COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
 LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
 GPUS = "min by (node, instance, gpu) (rolecall_gpu_up)"
 AGENTS = (
-    "up * on (job, instance) group_left (node) "
-    "group by (job, instance, node) (last_over_time(rolecall_agent_build_info[1d]))"
+    "up * on (job, instance) group_left (node) group by (job, instance, node) (topk by (job, instance) "
+    "(1, max by (job, instance, node) (last_over_time(rolecall_agent_start_timestamp_seconds[1d]))))"
 )
-"""An agent that is down no longer reports its node, so the last reported one is used."""
+"""An agent that is down no longer reports its node, so the last reported one is used; of a node that was renamed, the
+name that the agent started with last."""
 DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 
@@ -102,6 +105,7 @@ class FleetMetrics:
     lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs on which all NVML calls fail
     gpus: Mapping[str, Mapping[str, bool]] | None = None  # node -> GPU -> whether NVML answers for it
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
+    errors: tuple[str, ...] = ()  # of queries that failed; what they ask for is missing
 
 
 def merged(codes: Iterable[XidOccurrence]) -> tuple[XidOccurrence, ...]:
@@ -138,17 +142,29 @@ def samples(data: Any) -> list[Sample]:
     return found
 
 
+def is_of_run(labels: Mapping[str, str], run_id: str) -> bool:
+    """False for series of other runs on this machine: same node names, but an `instance` of `RUN/NODE`."""
+    instance = labels.get("instance", "")
+    return "/" not in instance or instance.startswith(f"{run_id}/")
+
+
 def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
-    """Drops samples of other runs on this machine: same node names, but an `instance` of `RUN/NODE`."""
-    return [
-        (labels, value)
-        for labels, value in found
-        if "/" not in labels.get("instance", "") or labels["instance"].startswith(f"{run_id}/")
-    ]
+    return [(labels, value) for labels, value in found if is_of_run(labels, run_id)]
 
 
 def fleet_metrics(ask: Query, run_id: str) -> FleetMetrics:
-    return live_of(*(of_run(ask(expression), run_id) for expression in (COUNTS, LAST_SEEN, GPUS, AGENTS, DCGM)))
+    """A query that the server refuses costs only its own answer. Raises UnreadableInput, PrometheusResponseTooLarge: it
+    refuses all."""
+    found, errors = [], []
+    for expression in (COUNTS, LAST_SEEN, GPUS, AGENTS, DCGM):
+        try:
+            found.append(of_run(ask(expression), run_id))
+        except (UnreadableInput, PrometheusResponseTooLarge) as e:
+            found.append([])
+            errors.append(e)
+    if len(errors) == len(found):
+        raise errors[0]
+    return replace(live_of(*found), errors=tuple(map(str, errors)))
 
 
 def live_of(

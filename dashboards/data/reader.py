@@ -1,8 +1,8 @@
 """Snapshots of a journal for the pages. Each poll reads only new events; errors become a message in the snapshot.
 
-One `Reader` per process, shared by all sessions. A background thread reads on demand: a page waits briefly for a newer
-snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and
-the error. A long journal is read from its end first.
+One `Reader` per process and run, shared by all sessions. A background thread reads on demand: a page waits briefly for
+a newer snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its
+age and the error. A long journal is read from its end first.
 
 A `Fold` projects the journal. One that starts at the first event is complete. One that starts near the end (`newest`)
 has the open incidents, the newest incidents and the newest steps; a complete one replaces it once that has caught up.
@@ -395,6 +395,33 @@ class Reader:
             began = self._clock.monotonic()
             more = self._following.read_behind()
             pause = max(0.01, self._clock.monotonic() - began) if more else 0.0
+
+
+READERS_MAX = 4
+"""Runs that are followed at once, unless pages of more are open."""
+IDLE_SECONDS = 120.0
+"""A browser refreshes a page in the background once a minute: after this time without a request no page is open."""
+
+
+class Readers:
+    """One reader for each run that pages look at. Thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._lock = clock, threading.Lock()
+        self._asked: dict[Settings, tuple[Reader, float]] = {}  # and when, monotonic seconds; the latest is last
+
+    def get(self, settings: Settings) -> Reader:
+        """Closes readers that no page asks for, the one asked for longest ago first."""
+        now = self._clock.monotonic()
+        with self._lock:
+            known = self._asked.pop(settings, None)
+            found = known[0] if known is not None else Reader(settings, self._clock)
+            self._asked[settings] = found, now
+            for other, (reader, at) in list(self._asked.items())[:-READERS_MAX]:
+                if now - at > IDLE_SECONDS:
+                    del self._asked[other]
+                    reader.close()
+            return found
 
 
 def _opened(url: str, clock: Clock) -> Journal:

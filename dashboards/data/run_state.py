@@ -32,6 +32,8 @@ class RunState:
 
 STALL_SECONDS, STALL_STEPS = 120.0, 5.0
 """A run is stalled after this time without a step, and not before this many of its slowest recent steps."""
+FIRST_STEP_SECONDS = 3600.0
+"""A run without a step is stalled this long after its start: loading a large model takes minutes."""
 STALL_RECENT = 20
 """Points of the curve from which the slowest recent step is taken."""
 
@@ -98,13 +100,16 @@ def unwatched_words(snapshot: JournalSnapshot) -> str:
 
 
 def _stalled_seconds(snapshot: JournalSnapshot) -> float | None:
-    """Time since the last step of a run that stands still; None: it goes on, has ended, or has no step yet."""
-    curve = snapshot.trends.curve
-    if snapshot.run.ended or not curve:
+    """Time since the last step of a run that stands still, or since the start; None: it goes on, or has ended."""
+    run, curve = snapshot.run, snapshot.trends.curve
+    if run.ended:
         return None
+    if not curve:
+        silent = snapshot.at - run.started_at if run.started_at is not None and run.step < 0 else 0.0
+        return silent if silent > FIRST_STEP_SECONDS else None
     slowest = max((b.seconds_max for b in curve[-STALL_RECENT:] if math.isfinite(b.seconds_max)), default=0.0)
     silent = snapshot.at - curve[-1].at
-    return silent if silent > max(STALL_SECONDS, STALL_STEPS * max(slowest, snapshot.run.step_seconds or 0.0)) else None
+    return silent if silent > max(STALL_SECONDS, STALL_STEPS * max(slowest, run.step_seconds or 0.0)) else None
 
 
 def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:

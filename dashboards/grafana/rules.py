@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from rolecall.dashboards.data.run_state import FIRST_STEP_SECONDS
 from rolecall.dashboards.grafana.promql import RECORDED, SCOPE_LABELS, labels_of, selectors
 from rolecall.formats.xid.xid import SXIDS, XIDS
 
@@ -218,7 +219,7 @@ RECOVERY = RuleGroup(
             "not being paged by rolecall.",
         ),
         "RolecallEvictionLimitReached": critical(
-            expr="rolecall_evictions_last_hour >= rolecall_evictions_limit",
+            expr="(rolecall_evictions_last_hour > 0) >= rolecall_evictions_limit",  # a limit of 0 allows none
             summary=f"The eviction limit is reached {REPORTED_BY}",
             description="{{ $value }} replicas were evicted within an hour. rolecall now pages on-call instead of "
             "evicting: many faults at once usually have one common cause.",
@@ -252,11 +253,14 @@ RUN = RuleGroup(
     "rolecall-run",
     {
         "RolecallRunStalled": critical(
-            expr=f"""time() - rolecall_run_step_timestamp_seconds
-            > clamp_min(10 * avg_over_time(rolecall_run_step_seconds[1h]), 300) {UNLESS_ENDED} {UNLESS_TRAINED}""",
+            expr=f"""(time() - rolecall_run_step_timestamp_seconds
+            > clamp_min(10 * avg_over_time(rolecall_run_step_seconds[1h]), 300)
+            or time() - rolecall_run_start_timestamp_seconds > {FIRST_STEP_SECONDS:.0f}
+            and on (job, instance) rolecall_run_step < 0) {UNLESS_ENDED} {UNLESS_TRAINED}""",
             hold="30s",
             summary=f"No step was committed for {{{{ $value | humanizeDuration }}}} {REPORTED_BY}",
-            description="That is more than ten times the mean step time of the last hour, and more than five minutes.",
+            description="That is more than ten times the mean step time of the last hour, and more than five minutes; "
+            "or more than an hour since the start of a run that has no step yet.",
         ),
         "RolecallEttrLow": warning(
             expr=f"""delta(rolecall_run_effective_seconds[1h]) / (delta(rolecall_run_training_seconds[1h]) > 1200) < 0.8

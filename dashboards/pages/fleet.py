@@ -18,7 +18,7 @@ from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.charts import CLASS_COLOURS
 from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations.commands import operations
-from rolecall.dashboards.pages.operations.plans import State, place_of
+from rolecall.dashboards.pages.operations.plans import State
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import chosen_run, data_table, page
@@ -81,7 +81,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     settings, now = reader.settings, reader.now()
     seen: PrometheusSnapshot[FleetMetrics] = PrometheusSnapshot()
     if settings.prometheus_url:
-        poller = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(reader).run_id)
+        poller = _poller(settings.prometheus_url, settings.prometheus_authorization, settings.run_id)
         seen = poller.latest(settings.patience_seconds)
     cache = _cache(settings.journal_url)
     fleet = cache.fleet(snapshot, operations(reader).latest(reader), seen.answer or FleetMetrics(), now)
@@ -117,8 +117,11 @@ def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: floa
         st.text(plain(seen.error))
         if seen.at is not None:
             st.text(f"Its latest response is {nodes.age(now - seen.at)} old.")
-    elif seen.at is None:
+    elif seen.answer is None:
         st.text("Querying Prometheus.")
+    elif seen.answer.errors:
+        st.warning("Prometheus refuses a query: part of the hardware status is missing.", icon=":material/cloud_off:")
+        st.text(plain("; ".join(dict.fromkeys(seen.answer.errors))))
 
 
 def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: JournalSnapshot) -> None:

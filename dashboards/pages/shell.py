@@ -6,7 +6,6 @@ in `st.html`; never as Markdown.
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.rundir import RunDir, newest_runs
 from rolecall.core.text import escape, plain, seconds
-from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
+from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader, Readers
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
 from rolecall.dashboards.pages.style import CLOSE_MENU, LOST_TITLE, banner, css
@@ -55,25 +54,17 @@ ADVICE = {
     JournalReadError.DAMAGED: "`rolecall audit RUN` verifies the journal and names the first line that does not hold.",
 }
 
-READERS_MAX = 4
-"""Runs that are followed at once; the one looked at longest ago is closed."""
 RUNS_SECONDS = 10.0
 RUNS_MAX = 200
 RUN, RUN_KEY, SWITCH_KEY = "run", "rolecall.run", "rolecall.run.switch"
 
-_lock = threading.Lock()
-_readers: dict[Settings, Reader] = {}
+_readers = Readers(SystemClock())
 
 
 def reader(of: Settings | None = None) -> Reader:
-    """The reader of these settings, by default of the served run."""
-    settings = of or current()
-    with _lock:
-        found = _readers.pop(settings, None) or Reader(settings, SystemClock())
-        _readers[settings] = found  # the newest is last
-        while len(_readers) > READERS_MAX:
-            _readers.pop(next(iter(_readers))).close()
-        return found
+    """The reader of these settings, by default of the served run. It may be closed once no page asks for it: ask again
+    at each refresh."""
+    return _readers.get(of or current())
 
 
 @st.cache_resource(ttl=RUNS_SECONDS, show_spinner=False)
@@ -195,19 +186,20 @@ def page(
     `slow`: content that is expensive to draw, below the rest and refreshed less often. `last`: content below that,
     refreshed as the first.
     """
-    journal_reader = reader(chosen())
-    sidebar(journal_reader)
+    settings = chosen()
+    sidebar(reader(settings))
     st.html(css())
-    name = journal_reader.settings.name
+    name = settings.name
     with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
         st.title(title, width="content", anchor=False)
         if name:
             st.text(plain(name, 100))
-    ended = journal_reader.latest().run.ended != ""
+    ended = reader(settings).latest().run.ended != ""
     every = ENDED_REFRESH_SECONDS if ended else REFRESH_SECONDS
 
     @st.fragment(run_every=every)
     def live() -> None:
+        journal_reader = reader(settings)
         if not may_read(journal_reader):
             st.rerun(scope="app")
         snapshot = journal_reader.latest()
@@ -222,6 +214,7 @@ def page(
 
         @st.fragment(run_every=max(every, 4 * REFRESH_SECONDS))
         def draw_slow() -> None:
+            journal_reader = reader(settings)
             snapshot = journal_reader.latest()
             if snapshot.usable and may_read(journal_reader):
                 _drawn(journal_reader, snapshot, slow)
@@ -231,6 +224,7 @@ def page(
 
         @st.fragment(run_every=every)
         def draw_last() -> None:
+            journal_reader = reader(settings)
             snapshot = journal_reader.latest()
             if snapshot.usable and may_read(journal_reader):
                 _drawn(journal_reader, snapshot, last)

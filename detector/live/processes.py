@@ -444,7 +444,7 @@ class MonitoredProcesses:
                 return None if known.closed_wall else known
         place = event.replica, event.rank, event.incarnation
         taken = event.process is not None and self._is_succeeded(place, event.process)
-        if event.kind == AgentEventKind.EXITED and taken and not self.subjects[place].gone:
+        if event.kind != AgentEventKind.REGISTERED and taken and not self.subjects[place].gone:
             return None  # late, or replayed to a starting watcher
         subject = self._find(event, now)
         if subject is not None and not subject.node:

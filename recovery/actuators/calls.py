@@ -36,6 +36,8 @@ READ_SECONDS = 2.0
 NOT_STARTED = 127
 """Exit code of a command that could not be started, as in shells."""
 TOO_MANY, SERVER_ERROR = 429, 500
+WITHOUT_EFFECT = (NOT_SENT, TOO_MANY)
+"""Statuses of calls that certainly changed nothing, and that may be made again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,14 @@ class Reply:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """`key`: unique within a procedure, and the same when the procedure is run again. `changes`: it has an effect.
-    `repeatable`: a second time does no harm. `assumed`: what a dry run takes for the reply of a call that it does not
-    make; None: it is made in a dry run too, if it changes nothing."""
+    `prepares`: it changes something, and ends no process. `repeatable`: a second time does no harm. `assumed`: what a
+    dry run takes for the reply of a call that it does not make; None: it is made in a dry run too, if it changes
+    nothing."""
 
     key: str
     words: str
     changes: bool = True
+    prepares: bool = False
     repeatable: bool = False
     assumed: Reply | None = None
     deadline_seconds: float = CALL_SECONDS
@@ -106,7 +110,8 @@ class Call:
 
 
 Procedure = Generator[Call, Reply, str]
-"""Returns what was done. Raises ActuatorError: it cannot be done, or failed."""
+"""Returns what was done. Raises ActuatorError: it cannot be done, or failed, with what was done before. One that is
+given up, at its deadline for example, gets an ActuatorError at its last call and adds that; no further call is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

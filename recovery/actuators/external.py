@@ -8,26 +8,30 @@ Calls are made in a thread, one at a time for each plan: `perform` never waits, 
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError, JournalError, LeaseFenced
-from rolecall.core.ids import ProcessId
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult
-from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.calls import WITHOUT_EFFECT, Call, Procedure, Reply
 from rolecall.recovery.actuators.targets.target import OF_ANOTHER_JOB, Member, Order, Target
 from rolecall.recovery.borrowing import Comeback
 from rolecall.recovery.policy import ORPHAN
 
 PLANS_AT_ONCE = 8
+PREPARES = "prepares:"
+"""Before the key of a call that ends no process, in the key of its events."""
 CALLS_MAX = 200
 """Of one plan: a procedure that asks for more does not end."""
 STALE_SECONDS = 15.0
@@ -37,17 +41,20 @@ hold: nothing is changed because of it."""
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A plan that is being performed. `fence`: of the lease under which it was begun; `fresh_at`: up to when what was
-    read holds. `done`: what each finished procedure did. `call`: asked for and not answered; `reply`: to the one
-    before, not given yet."""
+    """A plan that is being performed. `orders`: not finished; the first one is under way. `fence`: of the lease under
+    which it was begun; `fresh_at`: up to when what was read holds. `done`: what each finished order did. `before`: the
+    calls that were made before it was begun, to be added to a sentence. `call`: asked for and not answered; `waited`:
+    until it was due; `reply`: to the one before, not given yet."""
 
     orders: list[Order]
     fence: int
     ends_at: float  # monotonic seconds
     fresh_at: float  # monotonic seconds
     done: list[str]
+    before: str
     procedure: Procedure | None = None
     call: Call | None = None
+    waited: Future[None] | None = None
     pending: Future[Reply] | None = None
     reply: Reply | None = None
     num_calls: int = 0
@@ -72,6 +79,8 @@ class ExternalActuator:
         self._deadline_seconds = deadline_seconds
         self._pool = ThreadPoolExecutor(PLANS_AT_ONCE, thread_name_prefix="actuator")
         self._under_way: dict[str, _UnderWay] = {}
+        self.ended: frozenset[ProcessId] = frozenset()
+        """Processes that a call has ended, or may end. Replaced, never changed: another thread may read it."""
 
     def close(self) -> None:
         """Starts no further call, and does not wait for those that are being made."""
@@ -106,7 +115,7 @@ class ExternalActuator:
             finished = self._go_on(plan, state, lease)
         except ActuatorError as e:
             del self._under_way[plan.digest]
-            return ActionResult(done=False, because=str(e))
+            return ActionResult(done=False, because=_why(state, e))
         except (JournalError, LeaseFenced):
             raise  # nothing is lost
         except Exception:
@@ -118,27 +127,42 @@ class ExternalActuator:
         return ActionResult(done=True, because="; ".join(state.done), facts={"calls": state.num_calls})
 
     def _begin(self, plan: Plan, lease: Lease, ends_at: float) -> _UnderWay | ActionResult:
-        outdated = self._outdated(plan)
-        if outdated is not None:
-            return outdated
+        made = self._made(plan)
         if plan.process is not None:
-            return self._begin_orphan(plan, plan.process, lease, ends_at)
-        begun = self._has_begun(plan)
-        orders = [order_of(plan, t, self._members(), begun=begun) for t in plan.targets]
+            return self._begin_orphan(plan, plan.process, lease, ends_at, made)
+        desired, newer, due = self._journal.desired(), dict[str, str](), list[PlanTarget]()
+        for target in plan.targets:
+            current = desired.get(target.replica)
+            if current is None:
+                return ActionResult(done=False, because=f"{target.replica} is not part of this job")
+            if current.incarnation > target.incarnation:
+                newer[target.replica] = f"{target.replica}#{current.incarnation} runs by now"
+            else:
+                due.append(target)
+        # One that was to leave its node, and that nothing has ended, may have come back there.
+        begun = {t.replica for t in plan.targets if _has_begun(made, t.replica)}
+        replaced = newer.keys() <= begun if plan.action is ActionKind.REPLACE_NODE else bool(begun)
+        if newer and not (due and replaced):
+            return ActionResult(done=replaced, because="; ".join(newer.values()) + ("" if replaced else _shown(made)))
+        orders = [order_of(plan, t, self._members(), begun=t.replica in begun) for t in due]
         hit = {r for order in orders for r in self._target.also_hit(order)} - {str(t.replica) for t in plan.targets}
         beyond = hit - {*self._journal.desired()}
         if beyond:
             because = f"it would end {', '.join(sorted(beyond))}, too, whose role is not in `roles` of the watch file"
             because += " or which is not of this job" if any(r.endswith(OF_ANOTHER_JOB) for r in beyond) else ""
-            return ActionResult(done=False, because=because)
+            return ActionResult(done=False, because=because + _shown(made))
         unnamed = {r for r in hit if _ends_too(r) not in plan.also_hit}
         if unnamed:
             because = f"it would end {', '.join(sorted(unnamed))}, too, which the plan does not name"
-            return ActionResult(done=False, because=because)
+            return ActionResult(done=False, because=because + _shown(made))
         now = self._clock.monotonic()
-        return _UnderWay(orders=orders, fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
+        return _UnderWay(
+            orders=orders, fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[*newer.values()], before=_shown(made)
+        )
 
-    def _begin_orphan(self, plan: Plan, process: ProcessId, lease: Lease, ends_at: float) -> _UnderWay | ActionResult:
+    def _begin_orphan(
+        self, plan: Plan, process: ProcessId, lease: Lease, ends_at: float, made: Mapping[str, str]
+    ) -> _UnderWay | ActionResult:
         """An orphan belongs to no replica: a process that the watch knows as a rank, of whatever job, is none."""
         name, members = f"{ORPHAN}/{process.pid}", [m for _, m in self._members()]
         rank = next((m for m in members if (m.node, m.pid, m.start_ticks) == _identity(process)), None)
@@ -155,10 +179,10 @@ class ExternalActuator:
             because=plan.because,
             members=(Member(replica=name, rank=0, node=node, pid=pid, start_ticks=start_ticks),),
             others=tuple(members),
-            begun=self._has_begun(plan),
+            begun=_has_begun(made, name),
         )
         now = self._clock.monotonic()
-        return _UnderWay(orders=[order], fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[])
+        return _UnderWay(orders=[order], fence=lease.fence, ends_at=ends_at, fresh_at=now, done=[], before=_shown(made))
 
     def _is_stale(self, state: _UnderWay) -> bool:
         """Whether what it has read may no longer hold, and there is time to read it anew. Not while the reply to a
@@ -166,21 +190,19 @@ class ExternalActuator:
         now, changing = self._clock.monotonic(), state.pending is not None and state.call and state.call.changes
         return not changing and STALE_SECONDS < now - state.fresh_at and now <= state.ends_at
 
-    def _outdated(self, plan: Plan) -> ActionResult | None:
-        """The result of a plan whose replicas have newer incarnations: ours, or started by the job itself."""
-        desired = self._journal.desired()
-        for target in plan.targets:
-            current = desired.get(target.replica)
-            if current is None:
-                return ActionResult(done=False, because=f"{target.replica} is not part of this job")
-            if current.incarnation > target.incarnation:
-                because = f"{target.replica}#{current.incarnation} runs by now"
-                return ActionResult(done=self._has_begun(plan), because=because)
-        return None
-
-    def _has_begun(self, plan: Plan) -> bool:
-        events = self._journal.events(kinds=[EventKind.CALL_STARTED], damaged=[])
-        return any((e.key or "").startswith(f"{plan.incident_id}:call:{plan.digest}:") for e in events)
+    def _made(self, plan: Plan) -> dict[str, str]:
+        """Calls of this plan that were made, by whatever watch, and that may have had an effect: replica and key ->
+        words."""
+        kinds = [EventKind.CALL_STARTED, EventKind.CALL_ENDED]
+        known = self._journal.events(kinds=kinds, incident_id=plan.incident_id, damaged=[])
+        replies = {e.key: e.as_(CallEnded).status for e in known if e.kind is EventKind.CALL_ENDED}
+        call, reply = (f"{plan.incident_id}:{what}:{plan.digest}:" for what in ("call", "reply"))
+        return {
+            made: e.as_(CallStarted).words
+            for e in known
+            if e.kind is EventKind.CALL_STARTED and (e.key or "").startswith(call)
+            if replies.get(reply + (made := (e.key or "").removeprefix(call))) not in WITHOUT_EFFECT
+        }
 
     def _go_on(self, plan: Plan, state: _UnderWay, lease: Lease) -> bool:
         """Makes what can be made without waiting. Returns whether all is done. Raises ActuatorError: it failed;
@@ -199,20 +221,26 @@ class ExternalActuator:
                 if self._clock.monotonic() > state.ends_at:
                     words = f"not done within {self._deadline_seconds:g} s; next would have been: {call.words}"
                     raise ActuatorError(words)
-                if call.changes and self._is_stale(state):
-                    return False  # the next tick reads anew
-                known = self._recorded(plan, state, call, lease) if call.changes else None
-                if known is not None:
-                    state.reply, state.call = known, None
-                    continue
-                state.pending = self._pool.submit(_made, call)
+                if call.changes:
+                    if self._is_stale(state):
+                        return False  # the next tick reads anew
+                    if not call.prepares:
+                        self.ended |= self._ends(state.orders[0])
+                    known = self._recorded(plan, state, call) if state.waited is None else None
+                    if known is not None:
+                        state.reply, state.call = known, None
+                        continue
+                    if not self._is_due(state, call):
+                        return False
+                    self._write_start(plan, state, call, lease)
+                state.pending = self._pool.submit(call.make if call.changes else partial(_made, call))
             if not state.pending.done():
                 state.fresh_at = self._clock.monotonic()
                 return False
             reply = state.pending.result()
             if call.changes:
                 self._write_reply(plan, state, call, reply, lease)
-            state.reply, state.call, state.pending = reply, None, None
+            state.reply, state.call, state.waited, state.pending = reply, None, None, None
             if not self._is_stale(state):
                 state.fresh_at = self._clock.monotonic()
 
@@ -221,21 +249,37 @@ class ExternalActuator:
         reply, state.reply = state.reply, None
         while True:
             if state.procedure is None:
-                if len(state.done) == len(state.orders):
+                if not state.orders:
                     return None
-                state.procedure, reply = self._target.replace(state.orders[len(state.done)]), None
+                state.procedure, reply = self._target.replace(state.orders[0]), None
             try:
                 return next(state.procedure) if reply is None else state.procedure.send(reply)
             except StopIteration as e:
                 state.done.append(str(e.value))
                 state.procedure = None
+                del state.orders[0]
+
+    def _ends(self, order: Order) -> frozenset[ProcessId]:
+        also = {*self._target.also_hit(order)}
+        members = (*order.members, *(m for m in order.others if m.label in also))
+        return frozenset(ProcessId(node=NodeId(m.node), pid=m.pid, start_ticks=m.start_ticks) for m in members)
 
     def _key(self, plan: Plan, state: _UnderWay, call: Call, what: str) -> str:
-        order = state.orders[len(state.done)]
-        return f"{plan.incident_id}:{what}:{plan.digest}:{order.replica}:{call.key}"
+        key = f"{PREPARES}{call.key}" if call.prepares else call.key
+        return f"{plan.incident_id}:{what}:{plan.digest}:{state.orders[0].replica}:{key}"
 
-    def _recorded(self, plan: Plan, state: _UnderWay, call: Call, lease: Lease) -> Reply | None:
-        """The reply to this call if it was made before, by this watch or another. Else writes that it is made now."""
+    def _is_due(self, state: _UnderWay, call: Call) -> bool:
+        """Whether a change has waited for its time. It is no event before that: nothing was made yet."""
+        if not call.after_seconds:
+            return True
+        if state.waited is None:
+            state.waited = self._pool.submit(time.sleep, call.after_seconds)
+        state.fresh_at = self._clock.monotonic()
+        return state.waited.done()
+
+    def _recorded(self, plan: Plan, state: _UnderWay, call: Call) -> Reply | None:
+        """The reply to this call if it was made before, by this watch or another. Raises ActuatorError: that is not
+        known, and it must not be made twice."""
         key, ended = self._key(plan, state, call, "call"), self._key(plan, state, call, "reply")
         kinds, damaged = [EventKind.CALL_STARTED, EventKind.CALL_ENDED], list[DamagedLine]()
         known = self._journal.events(kinds=kinds, incident_id=plan.incident_id, damaged=damaged)
@@ -245,14 +289,46 @@ class ExternalActuator:
             return Reply(status=replied.status, text=replied.text)
         if (key in before or damaged) and not call.repeatable:
             raise ActuatorError(f"it is not known whether this was done, and it is not repeated: {call.words}")
-        started = CallStarted(actuator=self.name, call=call.shown, words=call.words)
-        self._journal.append(started, incident_id=plan.incident_id, key=key, lease=lease)
         return None
+
+    def _write_start(self, plan: Plan, state: _UnderWay, call: Call, lease: Lease) -> None:
+        started = CallStarted(actuator=self.name, call=call.shown, words=call.words)
+        key = self._key(plan, state, call, "call")
+        self._journal.append(started, incident_id=plan.incident_id, key=key, lease=lease)
 
     def _write_reply(self, plan: Plan, state: _UnderWay, call: Call, reply: Reply, lease: Lease) -> None:
         ended = CallEnded(actuator=self.name, status=reply.status, text=reply.short)
         key = self._key(plan, state, call, "reply")
         self._journal.append(ended, incident_id=plan.incident_id, key=key, lease=lease)
+
+
+def _has_begun(made: Collection[str], replica: str) -> bool:
+    """Whether a call of these may have ended the replica."""
+    return any(key.startswith(f"{replica}:") and not key.startswith(f"{replica}:{PREPARES}") for key in made)
+
+
+def _shown(made: Mapping[str, str]) -> str:
+    """To be added to a sentence."""
+    return f"; calls made before: {', '.join(dict.fromkeys(made.values()))}" if made else ""
+
+
+def _why(state: _UnderWay, error: ActuatorError) -> str:
+    """Why the plan failed, and what was done before."""
+    told = _told(state.procedure, error) if state.procedure is not None else str(error)
+    done = f"; done before: {'; '.join(state.done)}" if state.done else ""
+    return f"{told}{done}{state.before}"
+
+
+def _told(procedure: Procedure, error: ActuatorError) -> str:
+    """What a procedure that is given up makes of the error: it alone knows what it has done. The calls that it would
+    still make are not made."""
+    with suppress(StopIteration):
+        for _ in range(CALLS_MAX):
+            try:
+                procedure.throw(error)
+            except ActuatorError as e:
+                return str(e)
+    return str(error)
 
 
 def _identity(process: ProcessId) -> tuple[str, int, int]:

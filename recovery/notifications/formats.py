@@ -8,7 +8,8 @@
 
 PagerDuty, Opsgenie and Alertmanager keep an alert for the pages of an incident and one for its plans that wait for
 approval (`alert_key`): a page that joined an alert of lower severity would wake nobody. The close of the incident
-resolves both. Each page without an incident has an alert of its own. Slack keeps no state: it gets a message for each.
+resolves both; so does the end of a proposal its own, or the next proposal would join it. Each page without an incident
+has an alert of its own. Slack keeps no state: it gets a message for each.
 """
 
 import json
@@ -20,6 +21,7 @@ from urllib.parse import quote, urlsplit
 
 from rolecall.core.config.job import NotifyFormat
 from rolecall.core.journal.events import EventKind
+from rolecall.recovery.incidents import PROPOSAL_ENDS
 from rolecall.recovery.interfaces import Message
 
 TEST = "test"
@@ -32,6 +34,7 @@ PAGERDUTY_SUMMARY_CHARS_MAX = 1024
 OPSGENIE_MESSAGE_CHARS_MAX = 130
 ISSUED_PATHS = frozenset({NotifyFormat.SLACK, NotifyFormat.WEBHOOK})
 """Formats of services that issue URLs whose path is the secret."""
+_OF_PROPOSALS: frozenset[str] = PROPOSAL_ENDS | {EventKind.PLAN_PROPOSED}
 _WITH_ALERTS = frozenset({NotifyFormat.PAGERDUTY, NotifyFormat.OPSGENIE, NotifyFormat.ALERTMANAGER})
 
 
@@ -68,8 +71,11 @@ def shown_url(url: str, form: NotifyFormat) -> str:
 def calls_for(target: Target, message: Message) -> list[HttpCall]:
     """The requests that deliver `message`."""
     messages = [message]
-    if message.resolved and message.kind != TEST and target.format in _WITH_ALERTS:
-        messages.append(replace(message, kind=str(EventKind.PLAN_PROPOSED)))
+    if target.format in _WITH_ALERTS:
+        if message.kind == EventKind.INCIDENT_CLOSED:
+            messages.append(replace(message, kind=str(EventKind.PLAN_PROPOSED)))
+    elif message.kind in PROPOSAL_ENDS:
+        return []
     return [_CALLS[target.format](target, each) for each in messages]
 
 
@@ -98,7 +104,7 @@ def alert_key(message: Message) -> str:
     """
     if message.incident_id:
         key = f"{message.run_id}:{message.incident_id}"
-        return f"{key}:plan" if message.kind == EventKind.PLAN_PROPOSED else key
+        return f"{key}:plan" if message.kind in _OF_PROPOSALS else key
     # A page that the journal could not take has no position there.
     page = f"e{message.seq}" if message.seq else f"{message.wall_at:.0f}"
     return f"{message.run_id}:{message.facts.get('topic') or message.kind}:{page}"
@@ -106,7 +112,9 @@ def alert_key(message: Message) -> str:
 
 def severity(message: Message) -> str:
     """As PagerDuty names it. A plan that waits for an approval is no failure of recovery."""
-    return {TEST: "info", str(EventKind.PLAN_PROPOSED): "warning"}.get(message.kind, "critical")
+    if message.kind == TEST:
+        return "info"
+    return "warning" if message.kind in _OF_PROPOSALS else "critical"
 
 
 def _webhook(target: Target, message: Message) -> HttpCall:

@@ -1,6 +1,6 @@
-"""The journal is the outbox of notifications. Pages, proposals and the end of incidents that were paged go to the
-notifier in journal order. The journal flag `notified` holds the position delivered so far, so the next watch continues
-there: at least once, never blocking.
+"""The journal is the outbox of notifications. Pages, proposals, and the ends of proposals and of incidents that were
+paged go to the notifier in journal order. The journal flag `notified` holds the position delivered so far, so the next
+watch continues there: at least once, never blocking.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.incidents import Incident, IncidentOutcome, IncidentProjection
+from rolecall.core.text import in_words
+from rolecall.recovery.incidents import PROPOSAL_ENDS, Incident, IncidentOutcome, IncidentProjection
 from rolecall.recovery.interfaces import Message, Notifier
 
 NOTIFIED_FLAG = "notified"
@@ -86,13 +87,14 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
             return None  # nothing was sent that this could resolve
     body = event.payload.to_body()
     facts: dict[str, Any] = {k: body[k] for k in _FACTS if k in body}
+    by = f"{in_words(event.kind)} by {body['by']}" if "by" in body else ""
     return Message(
         seq=event.seq,
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=notification_text(event.payload.reason),
+        because=notification_text(event.payload.reason or by),
         wall_at=event.wall_at,
-        resolved=closed,
+        resolved=closed or event.kind in PROPOSAL_ENDS,
         facts=facts,
     )

@@ -85,7 +85,9 @@ class Conversations:
     def take(self, key: EngineKey, workers: Collection[EngineKey]) -> list[Conversation]:
         """Conversations for one of the `workers`; one that failed there is left to others, if any."""
         self._workers = {g: k for g, k in self._workers.items() if g in self._table.groups and k in workers}
-        awaiting = [t.as_conversation() for t in self._table.awaiting() if t.request.request_id not in self._under_way]
+        open_ones = [t.as_conversation() for t in self._table.awaiting()]
+        self._forget_others({c.request_id for c in open_ones})
+        awaiting = [c for c in open_ones if c.request_id not in self._under_way]
         free = [
             c
             for c in awaiting
@@ -159,6 +161,11 @@ class Conversations:
     def _give_up(self, asked: Conversation, reason: str) -> None:
         self._clear(asked.request_id)
         self._drop(asked.group_id, f"environment_failed: {reason}")
+
+    def _forget_others(self, awaiting: Collection[str]) -> None:
+        """Of dropped groups."""
+        for request_id in (self._alone | self._failed_at.keys() | self._losses.keys()).difference(awaiting):
+            self._clear(request_id)
 
     def _clear(self, request_id: str) -> None:
         self._failed_at.pop(request_id, None)

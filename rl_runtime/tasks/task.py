@@ -95,7 +95,8 @@ def held_out_of(group: str) -> tuple[int, int]:
 
 
 HELD_OUT_START = 10**9
-"""Of a built-in task, held-out prompts are those from this number on, which no run reaches."""
+"""Of a built-in task, held-out prompts are those from this number on, which no run reaches. Short ones may have the
+text of a prompt of training."""
 
 
 class Task(ABC):

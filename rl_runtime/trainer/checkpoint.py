@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rolecall.core.errors import CheckpointCorrupt
+from rolecall.core.ids import process_start_ticks
+from rolecall.core.proc_stat import read_stat
 from rolecall.rl_runtime.protocol.checkpoints import CheckpointInfo
 from rolecall.rl_runtime.trainer.state import parse_meta
 
@@ -33,7 +36,7 @@ FORMAT: Final = 1
 NAME: Final = re.compile(r"^step-(\d{8})$")
 UNFINISHED: Final = ".tmp-"
 LEFT_BEHIND_SECONDS: Final = 2 * 3600.0
-"""Age from which nobody is still writing an unfinished checkpoint."""
+"""Age from which nobody is still writing an unfinished checkpoint, also on another machine that has the same disk."""
 STATE, COMMIT, META = "state.safetensors", "commit.json", "meta.json"
 
 Sum = tuple[int, str]
@@ -52,38 +55,35 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str) -> Path:
-    """Writes checkpoint `step` into `folder`, and removes what writers that ended have left there.
+    """Removes what writers that ended have left in `folder`, for their room may be needed; writes checkpoint `step`.
 
     An existing checkpoint of that step is replaced, unless it is of a later assignment: the run has gone back since the
     tensors were copied, and has trained the step again.
 
     Raises:
-        OSError: disk full or not writable, or there is a later one of that step; nothing was changed.
+        OSError: disk full or not writable, or there is a later one of that step; no checkpoint was changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final, work = path_of(folder, step), folder / f"{UNFINISHED}{step:08d}-{os.getpid()}"
+    _remove_left_behind(folder)
+    final = path_of(folder, step)
+    work = _unfinished(final)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
-        _write_tensors(work / STATE, tensors)
+        write_tensors(work / STATE, tensors)
         (work / COMMIT).write_text(meta, encoding="utf-8")
         files = {name: _synced(work / name) for name in (STATE, COMMIT)}
         sums = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in files.items()}
         (work / META).write_text(json.dumps({"format": FORMAT, "step": step, "files": sums}, indent=2))
         _synced(work / META)
-        _sync_folder(work)
+        sync(work)
         _refuse_later(final, meta)
         _replace_folder(work, final)
     except BaseException:
         # Deliberate, and raised again: whatever interrupts the write, no partial checkpoint remains.
         shutil.rmtree(work, ignore_errors=True)
         raise
-    _sync_folder(folder)
-    limit = time.time() - LEFT_BEHIND_SECONDS
-    for path in folder.glob(f"{UNFINISHED}*"):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < limit:
-                shutil.rmtree(path)
+    sync(folder)
     return final
 
 
@@ -184,9 +184,10 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointCorrupt(path=str(path), reason=e.strerror or str(e)) from e
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Raises OSError: the disk is full or not writable."""
     try:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, path)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata)
     except SafetensorError as e:  # also a full disk
         raise OSError(str(e)) from e
 
@@ -198,12 +199,36 @@ def _synced(path: Path) -> Sum:
         return _measured(file)
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Returns when a file, or the list of a folder's entries, is on disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _unfinished(path: Path) -> Path:
+    """An invisible name for `path`, of this process."""
+    pid = os.getpid()
+    return path.with_name(f"{UNFINISHED}{path.name}@{socket.gethostname()}@{pid}@{process_start_ticks(pid)}")
+
+
+def _remove_left_behind(folder: Path) -> None:
+    limit = time.time() - LEFT_BEHIND_SECONDS
+    for path in folder.glob(f"{UNFINISHED}*@*@*@*"):
+        with contextlib.suppress(OSError, ValueError):  # it stays
+            if _writer_has_ended(path) or path.stat().st_mtime < limit:
+                shutil.rmtree(path)
+
+
+def _writer_has_ended(unfinished: Path) -> bool:
+    """Of a process of another machine this is unknown."""
+    host, pid, start_ticks = unfinished.name.split("@")[-3:]
+    if host != socket.gethostname():
+        return False
+    stat = read_stat(int(pid))
+    return stat is None or stat.has_ended or str(stat.start_ticks) != start_ticks
 
 
 def _refuse_later(final: Path, meta: str) -> None:
@@ -224,6 +249,6 @@ def _replace_folder(work: Path, final: Path) -> None:
 
 def _hidden(path: Path) -> Path:
     """Renames it to an invisible name."""
-    aside = path.with_name(f"{UNFINISHED}old-{path.name}-{os.getpid()}")
+    aside = _unfinished(path.with_name(f"old-{path.name}"))
     shutil.rmtree(aside, ignore_errors=True)
     return path.rename(aside)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import CheckpointCorrupt, ConfigError, JournalError, ProofMismatch
@@ -23,7 +22,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason
 from rolecall.rl_runtime.protocol.checkpoints import Choice, choose
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer.checkpoint import Checkpoint, checkpoints_in, load
+from rolecall.rl_runtime.trainer.checkpoint import Checkpoint, checkpoints_in, load, sync, write_tensors
 from rolecall.rl_runtime.trainer.state import WEIGHT, first_state
 
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -60,8 +59,11 @@ def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exporte
         config: dict[str, Any] = json.loads((work / "config.json").read_text(encoding="utf-8"))
         config["dtype"] = dtype
         (work / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(work / "model.safetensors", weights, {"format": "pt"})
+        for path in (*work.iterdir(), work):
+            sync(path)
         work.rename(folder)
+        sync(folder.parent)
     except OSError as e:
         raise ConfigError([f"--out: {folder}: {os_reason(e)}"]) from e
     finally:

@@ -299,9 +299,11 @@ class TrainerState:
         versions_kept: int = 0,
         learning_rate_share: Callable[[int], float] = lambda _step: 1.0,
         ranks: Ranks = ALONE,
+        reference: str = "",
     ) -> None:
         """`versions_kept`: number of previous policy versions to keep. `learning_rate_share`: in an optimizer step.
-        `ranks`: that share the networks; a state holds this rank's rows of them."""
+        `ranks`: that share the networks; a state holds this rank's rows of them. `reference`: digest of the reference
+        policy, if the objective needs one; a state that was trained with another one is refused."""
         self._learning_rate_share, self._ranks = learning_rate_share, ranks
         self.policy, self.critic = policy, critic
         # Version -> weights, of several ranks this rank's rows; only the working thread reads it.
@@ -312,7 +314,7 @@ class TrainerState:
         self.num_parameters = sum(n.num_parameters for n in self._networks)
         self.commit, self.band = commit, LearnedBand()
         self._lock = threading.RLock()
-        self._frozen = policy.frozen_digest()
+        self._frozen, self._reference = policy.frozen_digest(), reference
         self._snapshot: PolicySnapshot | None = None  # of the newest version that was asked for
         self._entries: tuple[TensorEntry, ...] = ()  # of the policy's masters
         self.weights_digest = self._digest_weights()
@@ -460,6 +462,7 @@ class TrainerState:
                 "band": _numbers(self.band.learned),
                 **({"band_unproven": _numbers(self.band.unproven)} if self.band.unproven else {}),
                 **({"frozen": self._frozen} if self._frozen else {}),
+                **({"reference": self._reference} if self._reference else {}),
             }
         return tensors, json.dumps(meta, sort_keys=True)
 
@@ -489,8 +492,11 @@ class TrainerState:
         except ValueError as e:
             raise self._mismatch("(meta)", str(e)) from e
         self._check_tensors(tensors)
-        if json.loads(meta).get("frozen", "") != self._frozen:
+        written = json.loads(meta)
+        if written.get("frozen", "") != self._frozen:
             raise self._mismatch("(frozen)", "its adapters belong to other weights: the model folder has changed")
+        if self._reference and written.get("reference", self._reference) != self._reference:
+            raise self._mismatch("(reference)", "trained with another reference policy: the model folder has changed")
         return tensors, steps, commit, band
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -526,8 +532,10 @@ def first_state(
     replica: ReplicaId,
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
+    reference: str = "",
 ) -> TrainerState:
-    """A run's initial state: a function of the job alone, so that every replica creates the same bits.
+    """A run's initial state: a function of the job alone, so that every replica creates the same bits. `reference`: see
+    `TrainerState`.
 
     Raises:
         ConfigError: the model folder cannot be loaded.
@@ -561,6 +569,7 @@ def first_state(
         versions_kept=min(VERSIONS_KEPT, job.runtime.staleness_max),
         learning_rate_share=partial(job.optimizer.learning_rate_share, num_steps=job.num_steps),
         ranks=ranks,
+        reference=reference,
     )
 
 

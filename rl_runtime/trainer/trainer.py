@@ -83,7 +83,7 @@ from rolecall.rl_runtime.trainer.reduce import (
 )
 from rolecall.rl_runtime.trainer.state import TrainerState, first_state
 from rolecall.rl_runtime.trainer.step_totals import StepTotals, update_divisors
-from rolecall.rl_runtime.weights.digest import DTYPES, local_digest
+from rolecall.rl_runtime.weights.digest import DTYPES, entries_digest, entries_of, local_digest
 
 
 class TrainerReplica:
@@ -121,16 +121,17 @@ class TrainerReplica:
         self._on_stage = on_stage
         self.vocab = vocabulary(job.model, None if job.data else job.task.name)
         self._longest = job.max_response_tokens
-        self.state = first_state(job, self.vocab, replica=replica, dtype=dtype, ranks=ranks)
-        self._draft: TrainerState | None = None
-        if job.algorithm.num_updates > 1:
-            self._draft = first_state(job, self.vocab, replica=replica, dtype=dtype, ranks=ranks)
-        self._has_state = has_state
-        reference = None
+        reference, of_reference = None, ""
         if job.algorithm.kl_coefficient > 0:
-            reference = make_model(job.model, self.vocab, job.seed).to(ranks.device, dtype).requires_grad_(False)
+            reference = make_model(job.model, self.vocab, job.seed)
+            of_reference = entries_digest(entries_of(dict(reference.named_parameters())))
+            reference = reference.to(ranks.device, dtype).requires_grad_(False)
             if job.model.dtype != "float32":
                 compute_in(reference, DTYPES[job.model.dtype])
+        fresh = partial(first_state, job, self.vocab, replica=replica, dtype=dtype, ranks=ranks, reference=of_reference)
+        self.state = fresh()
+        self._draft: TrainerState | None = fresh() if job.algorithm.num_updates > 1 else None
+        self._has_state = has_state
         self._gradients = Gradients(
             job.algorithm,
             pad=self.vocab.pad,

@@ -119,8 +119,8 @@ class ProcessSample:
 
 
 NO_PAGE: Final = ""
-"""Phase in a sample of a process of an uninstrumented job: without a state page it has kernel data only. Fields of the
-page are absent, because a progress of 0 would look like a hang."""
+"""Phase in a sample of a process whose state page was never read, as in an uninstrumented job: it has kernel data only.
+Fields of the page are absent, because a progress of 0 would look like a hang."""
 UNCOUNTED: Final = 0
 """Incarnation of a process that rolecall did not start: the number of its starts is unknown."""
 

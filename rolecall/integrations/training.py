@@ -191,8 +191,9 @@ class Training:
 
 
 def watch_optimizers(report: hooks.Report) -> Callable[[], None] | None:
-    """Steps of this process come from torch's hooks, as under `rolecall exec`, where torch is imported. The reporter is
-    started by the caller. Returns what ends that; None without torch, where no steps are reported."""
+    """Steps of this process come from torch's hooks, as under `rolecall exec`, where torch is imported, until another
+    `Training` begins: the callback of a framework inside. The reporter is started by the caller. Returns what ends
+    that; None without torch, where no steps are reported."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None

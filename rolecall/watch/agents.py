@@ -18,7 +18,7 @@ import logging
 import re
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -325,10 +325,15 @@ class UniqueReplicaSource:
     seen. If another node claims it before, its replica on that node is permanently renamed, with a number derived from
     both names; samples and events use the new name. This is logged once with the remedy. Processes with an incarnation,
     which rolecall started, are never renamed.
+
+    `ending`: processes that this watch ends or has ended. They hold no name: a replacement may start on another node
+    while they linger, or before their end is known.
     """
 
-    def __init__(self, source: ObservationSource) -> None:
-        self._source = source
+    def __init__(
+        self, source: ObservationSource, ending: Callable[[], Collection[ProcessId]] = frozenset[ProcessId]
+    ) -> None:
+        self._source, self._ending = source, ending
         self._holders: dict[tuple[str, int], _ReplicaHolder] = {}
         self._renamed: dict[tuple[str, str], str] = {}  # (node, replica as its agent names it) -> new name
 
@@ -336,7 +341,7 @@ class UniqueReplicaSource:
         seen: Observation = self._source.poll(timeout_seconds)
         samples = [s for b in seen.batches for s in b.processes]
         ended = {e.process for e in seen.events if e.kind == AgentEventKind.EXITED}
-        ended |= {s.process for s in samples if not s.alive}
+        ended |= {s.process for s in samples if not s.alive} | {*self._ending()}
         if ended:
             self._holders = {name: h for name, h in self._holders.items() if h.process not in ended}
         for sample in samples:

@@ -98,6 +98,11 @@ class RankFacts:
         return is_instrumented(self.newest) and not self.found_by
 
     @property
+    def lacks_page(self) -> bool:
+        """It has registered itself, and its agent cannot read its state page."""
+        return self.registered_at > 0 and not self.found_by and not self.reports
+
+    @property
     def phases(self) -> frozenset[str]:
         return frozenset(s.phase for s in self.samples if is_instrumented(s))
 
@@ -245,6 +250,8 @@ class _At(NamedTuple):
         rule, code = self.rank.found_by, TWO_LINES
         if self.engine:
             return ""
+        if self.rank.lacks_page:
+            return NO_STATE_PAGE[1]
         if rule in ENGINES:
             return (
                 "if it is vLLM, or SGLang with --enable-metrics, name its metrics page in agent.yaml: "
@@ -269,6 +276,7 @@ class _At(NamedTuple):
 
 ENTRIES_PER_UNIT = 1.5
 """Between the one of a process that only tells its units, and the two of one that enters a phase for each."""
+NO_STATE_PAGE = "its state page cannot be read", "`rolecall doctor` on that node checks the agent"
 HOOKS = "hooks"
 """`source` of agent/autostart/training.py."""
 _BY = {HOOKS: "torch's hooks (`rolecall exec`)", "integration": "the integration of its framework"}
@@ -306,11 +314,13 @@ def _steps(at: _At) -> _Answer:
     if not rank.reports:
         if at.engine:
             return _Answer(Can.PARTLY, "requests and tokens, from the metrics of its engine; an engine has no steps")
+        if rank.lacks_page:
+            return _Answer(Can.NO, *NO_STATE_PAGE)
         by = f"rule {rank.found_by}" if rank.found_by else "a rule"
         return _Answer(Can.NO, f"found by {by}, it reports nothing: only its process is seen", at.how_to_report)
     by = _BY.get(rank.source, "the job's own calls of the reporter")
     if not rank.newest.page_ok:
-        return _Answer(Can.NO, "its state page cannot be read", "`rolecall doctor` on that node checks the agent")
+        return _Answer(Can.NO, *NO_STATE_PAGE)
     if rank.newest.step < 0 and not rank.newest.progress:
         return _Answer(Can.PARTLY, f"none yet, from {by}", "ask again after its first step")
     return _Answer(Can.YES, f"from {by}")

@@ -324,8 +324,9 @@ def watch_run(
             other_jobs = lambda: first.others
         polled: ObservationSource = source
         if not ours:
+            unique = UniqueReplicaSource(chosen, lambda: {p for one in external for p in one.ended})
             polled = RecordedCapabilities(
-                RecordedRanks(UniqueReplicaSource(chosen), journal, clock),
+                RecordedRanks(unique, journal, clock),
                 journal,
                 clock,
                 urls=lambda: listed.newest,

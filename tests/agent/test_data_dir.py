@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from rolecall.agent.daemon import main
 from rolecall.agent.data_dir import data_dirs_of_jobs, default_data_dir, refuse_foreign, token_of
+from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import ConfigError
+from rolecall.core.ids import NodeId
 from rolecall.core.rundir import bearer_token
 from tests.support import PATIENCE_SECONDS
 
@@ -49,6 +52,18 @@ def test_of_two_agents_that_start_at_once_both_have_the_same_token(tmp_path: Pat
         thread.join(PATIENCE_SECONDS)
     assert len(reported) == 8 and set(reported) == {(tmp_path / "data" / "token").read_text().strip()}
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["token"]
+
+
+def test_the_token_of_another_file_replaces_that_of_the_directory_unless_an_agent_uses_it(tmp_path: Path) -> None:
+    token_of(tmp_path)
+    settings = AgentSettings(node=NodeId("node-1"), data_dir=tmp_path, token="of several", group_registers=True)
+    agent = Agent(settings)
+    assert (tmp_path / "token").read_text() == "of several\n"
+    with pytest.raises(DirectoryInUse):
+        Agent(replace(settings, token="another"))
+    assert token_of(tmp_path) == "of several"
+    agent.stop()
+    agent.run()
 
 
 def test_directory_and_token_are_readable_for_the_group_whatever_the_umask(tmp_path: Path) -> None:
@@ -176,7 +191,8 @@ def test_alone_it_runs_as_a_normal_user_on_a_node_without_gpus(tmp_path: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start processes of other users")
-def test_a_job_of_another_user_of_the_agents_group_registers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token_of_the_cluster", [False, True])
+def test_a_job_of_another_user_of_the_agents_group_registers(tmp_path: Path, token_of_the_cluster: bool) -> None:
     group, others = 54300, {"agent": 54301, "job": 54302, "stranger": 54303}
     for folder in (tmp_path, tmp_path.parent):
         folder.chmod(0o755)
@@ -186,8 +202,14 @@ def test_a_job_of_another_user_of_the_agents_group_registers(tmp_path: Path) -> 
     data = home / "rolecall"
     python, path = _python_of_others()
     environ = {**os.environ, "ROLECALL_AGENT_DIR": str(data), "HOME": str(home), "PYTHONPATH": path}
+    options = []
+    if token_of_the_cluster:
+        (tmp_path / "shared").write_text("of several agents\n")
+        (tmp_path / "shared").chmod(0o600)
+        os.chown(tmp_path / "shared", others["agent"], group)
+        options = ["--token-file", str(tmp_path / "shared")]
     agent = subprocess.Popen(
-        [python, "-m", "rolecall.agent", "--port", "0"],
+        [python, "-m", "rolecall.agent", "--port", "0", *options],
         user=others["agent"],
         group=group,
         extra_groups=[],

@@ -1,5 +1,5 @@
-"""A journal on PostgreSQL: what its server's death, a stopped writer and a wrong URL mean, and who sees the
-password."""
+"""A journal on PostgreSQL: what its server's death, one that accepts no writes, a stopped writer and a wrong URL mean,
+and who sees the password."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError, JournalError, JournalUnavailable
@@ -104,26 +105,48 @@ def test_a_missing_server_is_an_error_at_once(mortal: postgres.Server) -> None:
         Journal(url)
 
 
+def test_a_server_that_accepts_no_writes_is_an_outage_until_it_does(mortal: postgres.Server) -> None:
+    """As after a failover to a standby, or where a managed server is read-only because its disk is full."""
+    journal = Journal(mortal.fresh_url())
+    _append(journal, 0)
+    server = sa.create_engine(mortal.url, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with server.connect() as admin:
+        admin.exec_driver_sql("ALTER DATABASE postgres SET default_transaction_read_only = on")
+        journal.store.engine.dispose()  # it concerns new connections
+        assert journal.head().position == 1, "reading goes on"
+        with pytest.raises(JournalUnavailable, match=r"read-only transaction .*or make it writable"):
+            _append(journal, 1)
+        admin.exec_driver_sql("ALTER DATABASE postgres RESET default_transaction_read_only")
+    _append(journal, 1)
+    assert journal.verify().position == 2, "over a new connection: the old one is read-only for good"
+    journal.close()
+
+
 # --- writers ------------------------------------------------------------------------------------------------------
 
 
 def test_a_writer_stopped_in_the_middle_of_a_transaction_loses_its_turn(postgres_server: postgres.Server) -> None:
-    """SIGSTOP of a controller is a fault that we inject: the watch that is to find it writes to the same journal."""
+    """SIGSTOP of a controller is a fault that we inject: the watch that is to find it writes to the same journal. The
+    stopped one meets an outage when it goes on."""
     url = postgres_server.fresh_url()
     journal = Journal(url)
     holds = (
         "import sys, rolecall.core.journal.journal as j\n"
-        "with j.Journal(sys.argv[1], create=False).store.write():\n"
-        "    print('mine', flush=True); sys.stdin.read()\n"
+        "with j.Journal(sys.argv[1], create=False).store.write() as conn:\n"
+        "    print('mine', flush=True); sys.stdin.read(); conn.exec_driver_sql('SELECT 1')\n"
     )
-    argv = [sys.executable, "-c", holds, url]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as stopped:
+    argv, pipe = [sys.executable, "-c", holds, url], subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stdin=pipe, stderr=pipe, text=True) as stopped:
         try:
             assert stopped.stdout is not None and stopped.stdout.readline() == "mine\n"
             os.kill(stopped.pid, signal.SIGSTOP)
             _append(journal, 0)
+            os.kill(stopped.pid, signal.SIGCONT)
+            _, said = stopped.communicate("", PATIENCE_SECONDS)
         finally:
             stopped.kill()
+    assert said.splitlines()[-1].startswith("rolecall.core.errors.JournalUnavailable: "), said
+    assert "idle-in-transaction timeout" in said.splitlines()[-1]
     assert journal.verify().position == 1
     journal.close()
 

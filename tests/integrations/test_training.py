@@ -6,9 +6,17 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from rolecall.agent.autostart import training as hooks
-from rolecall.integrations.training import ShortLock, Training, first_number, hook, known_number
+from rolecall.integrations.training import (
+    ShortLock,
+    Training,
+    first_number,
+    hook,
+    known_number,
+    watch_optimizers,
+)
 from tests.integrations.recorded import Clock, Recorded
 
 
@@ -152,9 +160,24 @@ class Watch:
 
 def test_the_hooks_of_exec_stand_down(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch()
-    monkeypatch.setattr(hooks, "_watch", watch)
+    monkeypatch.setattr(hooks, "_watches", {watch})
     Training(Recorded()).begin()
     assert watch.stood_down == 1
+
+
+def test_a_step_is_counted_once_where_a_framework_inside_has_a_callback() -> None:
+    """As a worker of Ray Train that runs a Trainer of transformers."""
+    report = Recorded()
+    Training(report).begin()
+    forget = watch_optimizers(report)  # type: ignore[arg-type]
+    assert forget is not None
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert report.of("step") == [1]
+    Training(report).begin()
+    optimizer.step()
+    assert report.of("step") == [1]
+    forget()
 
 
 def test_numbers_of_logs() -> None:

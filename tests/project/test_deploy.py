@@ -1,6 +1,7 @@
 """deploy/ says what the agent understands: its files load, and agree with each other in port, paths and names."""
 
 import configparser
+import re
 import shlex
 import shutil
 import subprocess
@@ -50,6 +51,28 @@ def _container() -> dict[str, Any]:
     (container,) = _pod()["containers"]
     assert isinstance(container, dict)
     return container
+
+
+def _pod_labels(path: Path) -> dict[str, str]:
+    """Of the pods that a DaemonSet or Deployment makes."""
+    (template,) = [
+        m["spec"]["template"] for m in yaml.safe_load_all(path.read_text()) if "template" in m.get("spec", ())
+    ]
+    labels = template["metadata"]["labels"]
+    assert isinstance(labels, dict)
+    return labels
+
+
+def _scraped_pods() -> dict[str, tuple[str, str]]:
+    """Of the cluster's Prometheus: job -> the name label and the port of its pods."""
+    found = {}
+    for scrape in yaml.safe_load((DEPLOY / "kubernetes" / "prometheus.yaml").read_text())["scrape_configs"]:
+        (pods,) = scrape["kubernetes_sd_configs"]
+        assert pods == {"role": "pod", "namespaces": {"names": [_manifests()["Namespace"]["metadata"]["name"]]}}
+        by_label, by_port, instance = scrape["relabel_configs"]
+        assert by_label["action"] == by_port["action"] == "keep" and instance["target_label"] == "instance"
+        found[scrape["job_name"]] = by_label["regex"], by_port["regex"]
+    return found
 
 
 def _config_map(folder: Path) -> AgentFile:
@@ -181,15 +204,22 @@ def test_probes_and_scrapes_meet_the_agents_port(tmp_path: Path) -> None:
     assert port == AgentFile(node="x").port == named["containerPort"] == named["hostPort"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": named["name"]}
-    scrapes = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus.yaml").read_text())["scrape_configs"]
-    labels = _manifests()["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
-    assert _manifests()["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    for scrape in scrapes:
-        by_label, by_port, _ = scrape["relabel_configs"]
-        assert by_label["regex"] == labels["app.kubernetes.io/name"] and by_port["regex"] == named["name"]
-        assert scrape["kubernetes_sd_configs"][0]["namespaces"]["names"] == [
-            _manifests()["Namespace"]["metadata"]["name"]
-        ]
+    assert _manifests()["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= _pod_labels(DAEMONSET).items()
+    scraped = _scraped_pods()
+    assert scraped["rolecall-agent"] == scraped["rolecall-dcgm"]
+    assert scraped["rolecall-agent"] == (_pod_labels(DAEMONSET)["app.kubernetes.io/name"], named["name"])
+
+
+def test_each_job_that_an_alert_names_is_scraped_in_the_cluster() -> None:
+    scraped = _scraped_pods()
+    (container,) = _by_kind(WATCH)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert scraped[WATCH_JOB] == (_pod_labels(WATCH)["app.kubernetes.io/name"], port["name"])
+    alerts = " ".join(rules_yaml().values())
+    named = re.findall(r'up\{job(?:=|=~)"([^"]+)"', alerts)
+    assert len(named) == alerts.count("up{job") >= 2
+    for jobs in named:
+        assert set(jobs.split("|")) & set(scraped), jobs
 
 
 def test_the_pod_gets_no_more_than_it_must() -> None:
@@ -400,7 +430,7 @@ def test_prometheus_takes_its_file() -> None:
 def test_prometheus_takes_the_clusters_file(tmp_path: Path) -> None:
     """Debian's promtool is built without Kubernetes: the pods are listed here, all else is as it is."""
     value = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus.yaml").read_text())
-    assert [s["metrics_path"] for s in value["scrape_configs"]] == ["/metrics", "/metrics/dcgm"]
+    assert [s["metrics_path"] for s in value["scrape_configs"]] == ["/metrics", "/metrics/dcgm", "/metrics"]
     for scrape in value["scrape_configs"]:
         assert scrape.pop("kubernetes_sd_configs")[0]["role"] == "pod"
         scrape["static_configs"] = [{"targets": ["10.0.0.17:9477"]}]

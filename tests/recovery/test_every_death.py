@@ -243,10 +243,21 @@ def borrows(world: World) -> None:
     world.others.append(repairs)
 
 
+def restarts_the_role(world: World) -> None:
+    """Two replacements die in their first iteration."""
+    world.runtime.starts_that_die_ready["trainer/0"] = 2
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+
+
+def restarts_the_job(world: World) -> None:
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+
+
 SCENARIOS: list[Scenario] = [
     crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated, gets_worse, moves_to_another_node,
     nobody_diagnoses, approved, rejected, lapses, observed, code_explains_it, asked_by_a_person,
-    held_by_a_person, held_and_lifted, vetoed_while_held, node_at_fault, drained, borrows,
+    held_by_a_person, held_and_lifted, vetoed_while_held, node_at_fault, drained, borrows, restarts_the_role,
+    restarts_the_job,
 ]  # fmt: skip
 CONFIGS: dict[Scenario, dict[str, Any]] = {
     approved: {"mode": "approve"},
@@ -258,6 +269,7 @@ CONFIGS: dict[Scenario, dict[str, Any]] = {
     node_at_fault: {"free_nodes": 1},
     drained: {"free_nodes": 1},
     borrows: {"free_nodes": 0},
+    restarts_the_job: {"scope": "job"},
 }
 PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED, K.HOLD_PLACED, K.HOLD_LIFTED, K.DIAGNOSIS_REVIEWED})
 

@@ -9,6 +9,7 @@ from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads.recovery import PlanApproved
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
@@ -604,3 +605,10 @@ def test_a_restart_of_the_job_waits_for_its_approval(tmp_path: Path) -> None:
     world.until(lambda: "plan_proposed" in [str(e.kind) for e in world.events()], watch)
     world.run(5, watch)
     assert world.runtime.replaced == []
+    incident = world.only()
+    assert incident.attempt is not None
+    world.journal.append(PlanApproved(digest=incident.attempt.plan.digest, by="bob"), incident_id=incident.incident_id)
+    world.until(world.all_closed, watch)
+    proposed, approved, closed = ((m.kind, m.resolved, m.because) for m in world.notifier.messages)
+    assert proposed[:2] == ("plan_proposed", False) and closed[:2] == ("incident_closed", True)
+    assert approved == ("plan_approved", True, "plan approved by bob")

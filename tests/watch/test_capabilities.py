@@ -105,6 +105,7 @@ ENGINE = (rank_of(sample(replica="rollout/0"), found_by="openrlhf-rollout"),)
 SGLANG_ENGINE = (rank_of(sample(replica="rollout/0"), found_by="slime-rollout"),)
 SCRAPED = replace(AGENT, engines={("rollout/0", 0): "vllm"})
 SCRAPED_SGLANG = replace(AGENT, engines={("rollout/0", 0): "sglang"})
+UNREAD = (rank_of(sample(), registered_at=990.0, source="hooks"),)
 BUNDLED = (rank_of(replace(sample(phase=Phase.COMPUTE, **WORKS), incarnation=3)),)
 
 CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, str]] = {
@@ -131,6 +132,8 @@ CASES: dict[str, tuple[tuple[RankFacts, ...], NodeState, About, str, Can, str, s
     "metrics of SGLang": (SGLANG_ENGINE, SCRAPED_SGLANG, SEEN, "steps", P, "metrics of its engine", ""),
     "a hang of SGLang": (SGLANG_ENGINE, SCRAPED_SGLANG, NAMED, "hang in a step", P, "stand still in healthy", ""),
     "its end": (ENGINE, SCRAPED, NAMED, "exit", P, "without the exception", ""),
+    "no page": (UNREAD, AGENT, SEEN, "steps", N, "its state page cannot be read", "rolecall doctor"),
+    "phases without a page": (UNREAD, AGENT, SEEN, "phases", N, "reports nothing", "rolecall doctor"),
     "no exception": (found_by("torchrun"), AGENT, NAMED, "exit", P, "without the exception", "rolecall exec"),
     "no hang": (found_by("torchrun"), AGENT, NAMED, "hang in a step", P, "stopped (5 s)", "rolecall exec"),
     "no lock": (found_by("torchrun"), AGENT, NAMED, "hang at a lock", N, "looks like one that waits", "rolecall exec"),

@@ -14,6 +14,7 @@ from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, S
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.actuators.targets.target import Member
 from rolecall.recovery.loop import LEASE_NAME
+from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.observed_fleet import (
     FLAG,
     FRESH_SECONDS,
@@ -421,3 +422,15 @@ def test_a_watch_that_takes_over_knows_the_processes_of_the_incarnation_before(i
     assert it.state(A) == (2, 2, S.SERVING, 20)
     assert [(n, m.pid) for n, m in it.fleet.members()] == [(2, 20)]
     assert [(n, m.pid) for n, m in kept_members(it.journal)] == [(2, 20)]
+
+
+def test_a_replacement_on_another_node_counts_while_the_process_that_is_ended_lingers(it: Fleet) -> None:
+    old, new = process(10), process(20, "n-2")
+    it.fleet = ObservedFleet(
+        UniqueReplicaSource(it.source, lambda: {old}), it.journal, it.clock, ROLES, lambda: it.lease
+    )
+    it.see((A, 0, old))
+    for _ in range(2):
+        seen = it.see((A, 0, old), (A, 0, new))
+    assert [(s.replica, s.incarnation) for s in seen.batches[0].processes] == [(A, 1), (A, 2)]
+    assert it.state(A) == (2, 2, S.SERVING, 20)

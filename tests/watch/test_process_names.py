@@ -47,7 +47,8 @@ class Heard:
 
     def __init__(self) -> None:
         self.next = Observation(wall_at=0.0)
-        self.places = UniqueReplicaSource(self)
+        self.ending = set[ProcessId]()
+        self.places = UniqueReplicaSource(self, lambda: self.ending)
 
     def poll(self, timeout_seconds: float) -> Observation:
         return self.next
@@ -145,3 +146,16 @@ def test_retained_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(20):
         heard.hear(n * HELD_SECONDS * 2, sample("a-1", f"rollout/{n}"))
     assert len(heard.places._holders) <= 4
+
+
+def test_a_replacement_that_starts_elsewhere_while_the_old_process_lingers_has_its_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ignores SIGTERM: both run for half a minute, and the exit is not seen if the agent ends with the pod."""
+    heard, old, new = Heard(), sample("a-1"), sample("b-1")
+    heard.hear(0.0, old)
+    heard.ending.add(old.process)
+    for at, running in ((1.0, [old, new]), (2.0, [new, old]), (3.0, [new])):
+        assert set(heard.names(at, *running)) == {"rollout/32"}
+    assert not caplog.records
+    assert heard.names(4.0, new, sample("c-1"))[1] != "rollout/32", "the replacement holds the name"

@@ -1,7 +1,8 @@
 """node_exporter's series as our network and storage metrics, where both mean the same.
 
 Names: prometheus/node_exporter, collectors enabled by default. Left out: CPU, memory and load, which the agent always
-samples itself; link-down counters, because ours start with the agent. node_exporter's `drop` includes missed packets.
+samples itself. node_exporter's `drop` includes missed packets. Downs of links are counted as in our own collectors,
+from the first page on; they are no events.
 """
 
 import re
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.samples import Sample
 
 from rolecall.agent.collectors.base import CollectorUnavailable
+from rolecall.agent.collectors.network.links import LinkWatch
 from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES
 from rolecall.agent.disk_space import is_remote
 from rolecall.core.ids import NodeId
@@ -95,6 +97,11 @@ def _port_event(counter: str) -> Rule:
     return lambda labels, value: ((m, (*of, counter), v) for m, of, v in rule(labels, value) if v or always)
 
 
+def _link_downed(labels: Mapping[str, str], value: float) -> Found:
+    yield from _port_event("link_downed")(labels, value)
+    yield from _port("infiniband_downs_total")(labels, value)
+
+
 def _mount(name: str, *, inverted: bool = False) -> Rule:
     metric = _BY_NAME[name]
 
@@ -113,6 +120,7 @@ _RULES: Mapping[str, Rule] = {
     "node_network_up": _interface("nic_up"),
     "node_network_speed_bytes": _speed,
     "node_network_carrier_changes_total": _interface("nic_carrier_changes_total"),
+    "node_network_carrier_down_changes_total": _interface("nic_downs_total"),
     "node_network_receive_bytes_total": _interface("nic_received_bytes_total"),
     "node_network_transmit_bytes_total": _interface("nic_sent_bytes_total"),
     "node_network_receive_packets_total": _interface("nic_received_packets_total"),
@@ -133,7 +141,7 @@ _RULES: Mapping[str, Rule] = {
     "node_infiniband_rate_bytes_per_second": _port("infiniband_rate_bytes_per_second"),
     "node_infiniband_port_data_received_bytes_total": _port("infiniband_received_bytes_total"),
     "node_infiniband_port_data_transmitted_bytes_total": _port("infiniband_sent_bytes_total"),
-    "node_infiniband_link_downed_total": _port_event("link_downed"),
+    "node_infiniband_link_downed_total": _link_downed,
     "node_infiniband_link_error_recovery_total": _port_event("link_error_recovery"),
     "node_infiniband_symbol_error_total": _port_event("symbol_error"),
     "node_infiniband_port_errors_received_total": _port_event("port_rcv_errors"),
@@ -160,6 +168,7 @@ _RULES: Mapping[str, Rule] = {
     "node_pressure_memory_stalled_seconds_total": _plain("host_full_stall_seconds_total", "memory"),
 }
 _FILES, _FILES_FREE = _BY_NAME["filesystem_files"].name, _BY_NAME["filesystem_files_free"].name
+_LINKS = tuple((_BY_NAME[f"{kind}_up"].name, _BY_NAME[f"{kind}_downs_total"]) for kind in ("nic", "infiniband"))
 _ORDER = {name: number for number, name in enumerate(_RULES)}
 
 
@@ -170,11 +179,12 @@ class NodeExporterPage:
 
     def __init__(self, node: NodeId) -> None:
         self._node = node
+        self._links: dict[tuple[str, tuple[str, ...]], LinkWatch] = {}  # of the last page
 
     def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
         """Raises CollectorUnavailable: no node_exporter series on the page."""
         found: dict[tuple[str, tuple[str, ...]], MetricValue] = {}
-        num_of: dict[str, int] = {}
+        num_of: dict[tuple[str, str], int] = {}
         for name, labels, value, *_ in sorted(samples, key=lambda s: _ORDER[s.name]):
             if not 0.0 <= value < float("inf"):
                 continue  # NaN, and speeds of -1
@@ -182,12 +192,24 @@ class NodeExporterPage:
                 key = metric.name, of
                 if key in found:
                     continue
-                num = num_of[name] = num_of.get(name, 0) + 1
+                num = num_of[name, metric.name] = num_of.get((name, metric.name), 0) + 1
                 if num <= NUM_OF_A_KIND_MAX:
                     found[key] = MetricValue(metric, (self._node, *of), number)
+        self._count_downs(found)
         for metric_name, of in [k for k, v in found.items() if k[0] == _FILES and not v.value]:
             del found[metric_name, of]  # no limit on their number
             found.pop((_FILES_FREE, of), None)
         if not found:
             raise CollectorUnavailable("no series of node_exporter on this page")
         return list(found.values())
+
+    def _count_downs(self, found: dict[tuple[str, tuple[str, ...]], MetricValue]) -> None:
+        """Replaces the kernel's counts of downs, which begin with the driver, by those since the first page."""
+        links = dict[tuple[str, tuple[str, ...]], LinkWatch]()
+        for up, downs in _LINKS:
+            counts = {of: int(found.pop((name, of)).value) for name, of in list(found) if name == downs.name}
+            for key in [key for key in found if key[0] == up]:
+                link = links[key] = self._links.get(key) or LinkWatch()
+                link.poll(0.0, bool(found[key].value), counts.get(key[1]))  # the time is of use to events alone
+                found[downs.name, key[1]] = MetricValue(downs, (self._node, *key[1]), float(link.num_downs))
+        self._links = links

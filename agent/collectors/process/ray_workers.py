@@ -145,18 +145,20 @@ class RayWorkersCollector:
         )
 
     def _worker_file(self, worker: RayWorker) -> tuple[str, str]:
-        """(file name, worker ID); empty: there is none."""
+        """(file name, worker ID) of the newest log, because an earlier worker may have had its PID. Empty: there is
+        none."""
+        found, newest = ("", ""), 0.0
         try:
             with os.scandir(worker.logs) as entries:
                 for number, entry in enumerate(entries):
                     known = worker_of(entry.name)
-                    if known is not None and known[1] == worker.pid:
-                        return entry.name, known[0]
+                    if known is not None and known[1] == worker.pid and (at := entry.stat().st_mtime) > newest:
+                        found, newest = (entry.name, known[0]), at
                     if number >= NUM_FILES_MAX:
                         break
         except OSError as e:
             self._complain(worker.logs, e)
-        return "", ""
+        return found
 
     def _end_of(self, path: Path, *, is_optional: bool = False) -> str:
         try:

@@ -138,7 +138,7 @@ def links(settings: Settings, material: IncidentPageInputs) -> tuple[tuple[str, 
     node, replica = (str(suspect.node), suspect.replica) if suspect else ("", "")
     found = []
     if settings.grafana_url:
-        query = {"from": f"{begin * 1000:.0f}", "to": f"{end * 1000:.0f}"}
+        query = {"from": f"{begin * 1000:.0f}", "to": f"{end * 1000:.0f}", "var-run": settings.run_id}
         query |= {"var-role": role_of(replica), "var-replica": replica} if replica else {}
         found.append(("Grafana", f"{settings.grafana_url.rstrip('/')}/d/{REPLICA_BOARD}?{urlencode(query)}"))
     if settings.logs_url:

@@ -1,7 +1,7 @@
 """Page model of each incident, computed once per state and shared by all sessions.
 
 A closed incident does not change, so its model stays cached until it is evicted. For incidents whose telemetry window
-has no series of suspects and peers, a Prometheus server is asked for them.
+has no series of suspects and peers, a Prometheus server is asked for them, again while the answer can change.
 
 The cost of an incident comes from the journal:
 
@@ -27,6 +27,7 @@ from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads.run import RequestsReassigned
 from rolecall.core.text import plain, seconds
+from rolecall.dashboards.data.hardware import is_of_run
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import view
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
@@ -125,6 +126,9 @@ KEPT_MAX = 32
 """Cached incidents; a telemetry window takes some megabytes."""
 SETTLED_SECONDS = 120.0
 """Evidence may still arrive this long after the close; then the incident is not read again."""
+ASK_SECONDS, ASK_AGAIN_SECONDS = 60.0, 30.0
+"""Interval of queries to Prometheus for an incident that is not settled, and after an answer without series. The page
+refreshes every few seconds and must not wait for the server each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,7 @@ class IncidentPageModel:
 
 
 def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> IncidentPageModel:
-    """`signals`: from Prometheus, instead of the stored window. Pure."""
+    """`signals`: of the stored window, if they are known. Pure."""
     summary = incident_summary(material)
     inputs = decision_inputs(material)
     if signals is None:
@@ -190,10 +194,15 @@ class IncidentPageCache:
     clock: Clock
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _kept: OrderedDict[str, tuple[tuple[object, ...], IncidentPageModel]] = field(default_factory=OrderedDict)
-    _prometheus: dict[str, Signals] = field(default_factory=dict)
+    _prometheus: dict[str, tuple[Signals, float]] = field(default_factory=dict)
+    """And when to ask again, monotonic seconds."""
 
     def get(self, reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
         """Raises JournalError: the journal is not readable and nothing is cached."""
+        made = self._from_journal(reader, snapshot, incident_id)
+        return made if made.signals.signals else self._with_prometheus(made, reader.settings)
+
+    def _from_journal(self, reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
         now = reader.now()
         with self._lock:
             before = self._kept.get(incident_id)
@@ -211,8 +220,6 @@ class IncidentPageCache:
             run, mode_of = reader.settings.run, snapshot.mode_of
             material = read(journal, snapshot.projection, incident_id, run, now, window, mode_of)
         made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
-        if not made.signals.signals:
-            made = self._with_prometheus(made, reader.settings)
         with self._lock:
             self._kept[incident_id] = (state, made)
             while len(self._kept) > KEPT_MAX:
@@ -228,25 +235,19 @@ class IncidentPageCache:
         return (incident, incident_id in snapshot.projection.broken, version)
 
     def _with_prometheus(self, made: IncidentPageModel, settings: Settings) -> IncidentPageModel:
-        material = made.material
-        if not settings.prometheus_url or material.incident is None:
+        incident = made.material.incident
+        if not settings.prometheus_url or incident is None:
             return made
-        key = material.incident_id
-        found = self._prometheus.get(key)
-        if found is None:
-            # Once per incident: the page of an open one refreshes every few seconds and must not wait for the server
-            # again.
+        found, due = self._prometheus.get(incident.incident_id, (Signals(), -math.inf))
+        if self.clock.monotonic() >= due:
             axis = made.timeline.around or made.timeline.whole
-            found = from_prometheus(
-                settings.prometheus_url,
-                settings.prometheus_authorization,
-                material.incident.diagnosis,
-                axis,
-                self.clock,
-            )
-            self._prometheus[key] = found
+            answer = from_prometheus(settings, incident.diagnosis, axis, self.clock)
+            settled = incident.closed_at is not None and self.clock.wall() - incident.closed_at > SETTLED_SECONDS
+            wait = ASK_AGAIN_SECONDS if answer.missing else math.inf if settled else ASK_SECONDS
+            found = answer if answer.signals or not found.signals else found
+            self._prometheus[incident.incident_id] = found, self.clock.monotonic() + wait
         if found.signals:
-            return page_model(material, found)
+            return replace(made, signals=found)
         return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))
 
 
@@ -260,14 +261,14 @@ SPAN_SECONDS_MAX = 24 * 3600.0
 """Longest range; for longer incidents the first day."""
 
 
-def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
-    """Signals of the suspects and of the other replicas of their roles."""
+def from_prometheus(settings: Settings, diagnosis: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
+    """Signals of the suspects and of the other replicas of their roles in this run."""
     roles = sorted({s.role for s in diagnosis.suspects if s.role})
     names = roles or sorted({str(s.node) for s in diagnosis.suspects if s.node})
     if not names:
         return Signals(missing="the diagnosis names neither a role nor a node to query in Prometheus")
     try:
-        client = Client(url, clock, authorization=authorization, limits=LIMITS)
+        client = Client(settings.prometheus_url, clock, authorization=settings.prometheus_authorization, limits=LIMITS)
     except ConfigError as e:
         return Signals(missing=plain(f"Prometheus: {e}", 300))
     selector = f"{'role' if roles else 'node'}=~{json.dumps('|'.join(map(_literal, names)), ensure_ascii=False)}"
@@ -275,19 +276,23 @@ def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: Ti
     step = max(STEP_SECONDS_MIN, (end - axis.begin) / NUM_POINTS)
     window = f"{max(WINDOW_SECONDS_MIN, WINDOW_STEPS * step):.0f}s"
     drawn: list[Signal] = []
+    missing = ""
     try:
         for kind in kinds_for(diagnosis):
             if kind.promql:
                 expression = kind.promql.replace("$match", selector).replace("$window", window)
-                signal = _signal(kind, client.matrix(expression, axis.begin, end, step, lambda: False), diagnosis)
+                found = [_read(x) for x in client.matrix(expression, axis.begin, end, step, lambda: False)]
+                signal = _signal(kind, [x for x in found if is_of_run(x[0], settings.run_id)], diagnosis)
                 drawn += [signal] if signal else []
     except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
-        if not drawn:
-            return Signals(missing=plain(f"Prometheus at {client.where} query failed: {e}", 300))
+        missing = f"Prometheus at {client.where} query failed: {e}"
     finally:
         client.close()
-    missing = "" if drawn else plain(f"Prometheus at {client.where} has no series of the suspects for that time", 300)
-    return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
+    if not drawn and not missing:
+        missing = f"Prometheus at {client.where} has no series of the suspects for that time"
+    return Signals(
+        signals=tuple(drawn), missing=plain(missing, 300), source=f"Prometheus at {plain(client.where, 100)}"
+    )
 
 
 def _literal(name: str) -> str:
@@ -295,10 +300,11 @@ def _literal(name: str) -> str:
     return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
 
 
-def _signal(kind: SignalSpec, result: Sequence[Any], diagnosis: Diagnosis) -> Signal | None:
+def _signal(
+    kind: SignalSpec, result: Sequence[tuple[Mapping[str, str], list[Point]]], diagnosis: Diagnosis
+) -> Signal | None:
     lines, peers = [], []
-    for series in result:
-        labels, points = _read(series)
+    for labels, points in result:
         if not points:
             continue
         if any(_is(labels, s) for s in diagnosis.suspects):

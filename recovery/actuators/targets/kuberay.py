@@ -9,7 +9,7 @@ RayCluster whenever its pods change, so that a name never meets a later pod, and
 
 import json
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -24,7 +24,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
-    members_left,
+    order_left,
     pods_of_members,
     read_object,
     said,
@@ -55,6 +55,15 @@ class _Group:
     strategy: bool
 
 
+@dataclass(slots=True)
+class _Progress:
+    """`asked`: group -> pods whose deletion was asked for without an answer; whether it was is then seen. `cordoned`:
+    to be added to a sentence."""
+
+    asked: dict[str, list[Pod]] = field(default_factory=dict)
+    cordoned: str = ""
+
+
 class KubeRay:
     name = "kuberay"
 
@@ -73,51 +82,50 @@ class KubeRay:
             if not order.begun:
                 raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to delete")
             return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended"))
-        asked: dict[str, list[Pod]] = {}
+        it = _Progress()
         try:
-            return (yield from self._delete(order, asked))
-        except HasEnded as e:
-            if order.begun or asked:
-                return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended: {e}"))
-            raise
-        except ActuatorError:
-            for group, pods in asked.items():
-                yield from self._clear(group, tuple(p.name for p in pods))
-            raise
+            try:
+                return (yield from self._delete(order, it)) + it.cordoned
+            except HasEnded as e:
+                # Gone with its node, whose cordon was waited for, too: KubeRay makes another one.
+                if order.begun or it.asked or it.cordoned:
+                    ended = f"{order.replica}#{order.incarnation} has ended: {e}{it.cordoned}"
+                    return (yield from self._finish(ended))
+                raise
+            except ActuatorError:
+                for group, pods in it.asked.items():
+                    yield from self._clear(group, tuple(p.name for p in pods))
+                raise
+        except ActuatorError as e:
+            raise ActuatorError(f"{e}{it.cordoned}") from None
 
-    def _delete(self, order: Order, asked: dict[str, list[Pod]]) -> Procedure:
-        """`asked`: group -> pods whose deletion was asked for without an answer; whether it was is then seen."""
-        done, tried = "", Reply(status=NOT_SENT)
+    def _delete(self, order: Order, it: _Progress) -> Procedure:
+        tried = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             cluster = yield from self._cluster(f"cluster-{n}")
-            for name, pods in asked.items():
+            for name, pods in it.asked.items():
                 names, group = tuple(p.name for p in pods), self._groups(cluster).get(name)
                 if group is not None and group.listed == names:
-                    asked.clear()
-                    return (yield from self._wait_and_clear(cluster, group, names, pods, done))
-            try:
-                pods, by_node = yield from self._find(order, n, drained=bool(done))
-            except HasEnded as e:
-                if not done:
-                    raise
-                # Drained with its node, whose cordon was waited for: KubeRay makes another one.
-                return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended: {e}{done}"))
-            if order.leave_node and not done and order.node not in by_node and order.begun:
-                done = yield from self._api.cordoned_before(order)
-            group = self._group_of(cluster, pods, whole=not done)
+                    it.asked.clear()
+                    return (yield from self._wait_and_clear(cluster, group, names, pods))
+            partly = order.begun or bool(it.cordoned)
+            pods, by_node = yield from self._find(order, n, partly=partly)
+            if order.leave_node and not it.cordoned and order.node not in by_node and order.begun:
+                it.cordoned = yield from self._api.cordoned_before(order)
+            group = self._group_of(cluster, pods, whole=not partly)
             names = tuple(p.name for p in pods)
             existing = yield from self._existing(group, n)
             if not set(existing) <= set(names):
                 raise ActuatorError(
                     f"{self._words}: group {group.name} is already to lose {', '.join(existing)}, which rolecall did"
-                    f" not ask for; nothing was ended{done}"
+                    " not ask for; nothing was ended"
                 )
-            if order.leave_node and not done:
+            if order.leave_node and not it.cordoned:
                 if order.node not in by_node:
                     raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
-                done = yield from self._api.cordon(by_node[order.node].node, order)
+                it.cordoned = yield from self._api.cordon(by_node[order.node].node, order)
             if set(names) <= set(group.listed):  # an earlier watch has asked for it
-                return (yield from self._wait_and_clear(cluster, group, group.listed, pods, done))
+                return (yield from self._wait_and_clear(cluster, group, group.listed, pods))
             tried = yield self._patch(
                 f"delete-{n}",
                 f"have {self._words} delete {', '.join(names)}",
@@ -125,13 +133,13 @@ class KubeRay:
                 _listing(group, names),
             )
             if tried.status == 200:
-                asked.clear()
-                return (yield from self._wait_and_clear(cluster, group, names, pods, done))
+                it.asked.clear()
+                return (yield from self._wait_and_clear(cluster, group, names, pods))
             if tried.unavailable:
-                asked[group.name] = pods
+                it.asked[group.name] = pods
             elif tried.status not in (CONFLICT, TEST_FAILED):
                 break
-        raise ActuatorError(f"{self._words} was not changed: {said(tried)}{done}")
+        raise ActuatorError(f"{self._words} was not changed: {said(tried)}")
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -145,21 +153,18 @@ class KubeRay:
             raise ActuatorError(f"{words}: the answer has no resource version")
         return value
 
-    def _find(self, order: Order, n: int, *, drained: bool) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
-        """The pods to delete, by name, and those that hold the members by their node. `drained`: the node was cordoned
-        for this order, so that pods may be gone; a replica on several nodes has others. Raises ActuatorError: it is not
-        clear which ones, or they hold others that the plan does not name; HasEnded: the pod of a member is gone, if
-        drained all of them."""
+    def _find(self, order: Order, n: int, *, partly: bool) -> Generator[Call, Reply, tuple[list[Pod], dict[str, Pod]]]:
+        """The pods to delete, by name, and those that hold the members by their node. `partly`: pods may be gone
+        because of this order, as on a node that was cordoned, and others left. Raises ActuatorError: it is not clear
+        which ones, or they hold others that the plan does not name; HasEnded: the pod of a member is gone, if `partly`
+        all of them."""
         cluster = f"{CLUSTER_LABEL}={self._config.cluster}"
         pods: dict[str, Pod] = {}
         for i, further in enumerate(sorted({filled(self._config.selector, m) for m in order.members})):
             selector = f"{cluster},{further}" if further else cluster
             pods.update({p.name: p for p in (yield from self._api.pods(f"pods-{n}-{i}", selector))})
-        if drained:
-            left = members_left(order, list(pods.values()), self._words)
-            if not left:
-                raise HasEnded("its pods are gone")
-            order = replace(order, members=left)
+        if partly:
+            order = order_left(order, list(pods.values()), self._words)
         by_node = pods_of_members(order, list(pods.values()), self._words)
         chosen = {p.name: p for p in by_node.values()}
         for pod in by_node.values():
@@ -251,7 +256,7 @@ class KubeRay:
         return self._api.call(key, words, "PATCH", self._path, body=body, content_type=JSON_PATCH)
 
     def _wait_and_clear(
-        self, cluster: dict[str, Any], group: _Group, names: tuple[str, ...], pods: Sequence[Pod], done: str
+        self, cluster: dict[str, Any], group: _Group, names: tuple[str, ...], pods: Sequence[Pod]
     ) -> Procedure:
         failed, left = "", tuple[str, ...]()
         try:
@@ -263,8 +268,8 @@ class KubeRay:
         if left:
             failed = f"{self._words} has not deleted {', '.join(left)} within {self._config.wait_seconds:g} s"
         if failed:
-            raise ActuatorError(f"{failed}; it is no longer asked to{done}")
-        return f"{self._words} deleted {', '.join(p.name for p in pods)}{done}"
+            raise ActuatorError(f"{failed}; it is no longer asked to")
+        return f"{self._words} deleted {', '.join(p.name for p in pods)}"
 
     def _clear(self, name: str, names: tuple[str, ...], assumed: Reply | None = None) -> Generator[Call, Reply, None]:
         """Empties `workersToDelete` of group `name` if it still holds what was put there. `assumed`: the RayCluster as

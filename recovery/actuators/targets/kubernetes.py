@@ -18,6 +18,7 @@ from rolecall.recovery.actuators.targets.kubernetes_api import (
     TRIES_MAX,
     KubernetesApi,
     Pod,
+    order_left,
     pods_of_members,
     said,
 )
@@ -63,30 +64,34 @@ class Kubernetes:
                 raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
             done = yield from self._api.cordon(by_node[order.node].node, order)
         evicted: list[Pod] = []
-        for pod in pods:
-            try:
+        try:
+            for pod in pods:
                 yield from self._evict(pod)
-            except ActuatorError as e:
-                before = f"; evicted before: {', '.join(p.name for p in evicted)}" if evicted else ""
-                raise ActuatorError(f"{e}{done}{before}") from None
-            evicted.append(pod)
-        yield from self._api.wait_until_gone(evicted)
+                evicted.append(pod)
+            yield from self._api.wait_until_gone(evicted)
+        except ActuatorError as e:
+            before = f"; evicted before: {', '.join(p.name for p in evicted)}" if evicted else ""
+            raise ActuatorError(f"{e}{done}{before}") from None
         return f"evicted {', '.join(p.name for p in evicted)}{done}"
 
     def _find(self, order: Order) -> Generator[Call, Reply, dict[str, Pod]]:
+        """As `pods_of_members`. Of an order that was begun some members may be gone with their pods."""
+        found: list[Pod] = []
         if self._config.selector:
-            selectors = sorted({filled(self._config.selector, m) for m in order.members})
-            found: list[Pod] = []
-            for n, selector in enumerate(selectors):
+            names = sorted({filled(self._config.selector, m) for m in order.members})
+            where = f"{self._config.namespace} with {' or '.join(names)}"
+            for n, selector in enumerate(names):
                 found += yield from self._api.pods(f"pods-{n}", selector)
-            return pods_of_members(order, found, f"{self._config.namespace} with {' or '.join(selectors)}")
-        names, found = sorted({filled(self._config.pod, m) for m in order.members}), []
-        for n, name in enumerate(names):
-            pod = yield from self._api.pod(f"pod-{n}", name)
-            if pod is None:
-                raise HasEnded(f"there is no pod {name} in {self._config.namespace}")
-            found.append(pod)
-        return pods_of_members(order, found, f"{', '.join(names)} in {self._config.namespace}")
+        else:
+            names = sorted({filled(self._config.pod, m) for m in order.members})
+            where = f"{', '.join(names)} in {self._config.namespace}"
+            for n, name in enumerate(names):
+                pod = yield from self._api.pod(f"pod-{n}", name)
+                if pod is not None:
+                    found.append(pod)
+                elif not order.begun:
+                    raise HasEnded(f"there is no pod {name} in {self._config.namespace}")
+        return pods_of_members(order_left(order, found, where) if order.begun else order, found, where)
 
     def _evict(self, pod: Pod) -> Generator[Call, Reply, None]:
         """Returns once the eviction is accepted, or the pod is gone. Raises ActuatorError: it is refused."""

@@ -14,6 +14,7 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -36,6 +37,10 @@ MERGE_PATCH = "application/merge-patch+json"
 JSON_PATCH = "application/json-patch+json"
 GONE = 404
 CONFLICT = 409
+EXPIRED = 410
+"""Status for a list that is continued too late: etcd keeps what it was for five minutes."""
+PAGE_PODS = 100
+"""In one answer: with the fields of its managers a pod has 10 KB and more, and an answer at most `REPLY_BYTES_MAX`."""
 NVSENTINEL = "nvsentinel.dgxc.nvidia.com/v1"
 MAINTENANCE_REQUESTS = f"/apis/{NVSENTINEL}/maintenancerequests"
 CORDON_SECONDS = 60.0
@@ -77,6 +82,7 @@ class KubernetesApi:
         *,
         body: Any = None,
         content_type: str = "application/json",
+        prepares: bool = False,
         assumed: Reply | None = None,
         after_seconds: float = 0.0,
     ) -> HttpCall:
@@ -90,6 +96,7 @@ class KubernetesApi:
             body=body,
             content_type=content_type,
             changes=changes,
+            prepares=prepares,
             repeatable=changes,
             assumed=Reply(status=200, text="{}") if changes and assumed is None else assumed,
             token_path=self._config.token_path,
@@ -118,13 +125,22 @@ class KubernetesApi:
     def pods(self, key: str, selector: str) -> Generator[Call, Reply, list[Pod]]:
         """Raises ActuatorError: they cannot be read."""
         words = f"list the pods with {selector}"
-        query = urlencode({"labelSelector": selector})
-        reply = yield from self.read(key, words, f"{self.namespaced}/pods?{query}")
-        value = read_object(reply, words)
-        items, metadata = value.get("items"), value.get("metadata")
-        if not isinstance(items, list) or not isinstance(metadata, dict) or metadata.get("continue"):
-            raise ActuatorError(f"{words}: the answer is no whole list")
-        return [self._pod_of(item) for item in items]
+        found, token, expired = list[Pod](), "", 0
+        for n in count():
+            query = urlencode({"labelSelector": selector, "limit": PAGE_PODS} | ({"continue": token} if token else {}))
+            reply = yield from self.read(f"{key}-{n}", words, f"{self.namespaced}/pods?{query}")
+            if reply.status == EXPIRED and token and expired < TRIES_MAX - 1:  # the rest would be of another time
+                found, token, expired = [], "", expired + 1
+                continue
+            value = read_object(reply, words)
+            items, metadata = value.get("items"), value.get("metadata")
+            if not isinstance(items, list) or not isinstance(metadata, dict):
+                raise ActuatorError(f"{words}: the answer is no list")
+            found += [self._pod_of(item) for item in items]
+            token = str(metadata.get("continue") or "")
+            if not token:
+                return found
+        raise AssertionError
 
     def _pod_of(self, value: Any) -> Pod:
         """Raises ActuatorError: it is no pod."""
@@ -204,6 +220,7 @@ class KubernetesApi:
                     "spec": {"unschedulable": True},
                 },
                 content_type=MERGE_PATCH,
+                prepares=True,
             )
             if reply.status == 200:
                 return f"; node {node} is cordoned"
@@ -212,8 +229,11 @@ class KubernetesApi:
         raise ActuatorError(f"node {node} was not cordoned, and nothing was ended: {said(reply)}")
 
     def cordoned_before(self, order: Order) -> Generator[Call, Reply, str]:
-        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: it was
-        drained, and the replica's processes on other nodes are left. Raises ActuatorError: it is not cordoned."""
+        """As `cordon`, for an order that a watch has begun, and whose processes on the node are gone by now: they were
+        ended, or NVSentinel has drained it, and the replica's processes on other nodes are left. Raises ActuatorError:
+        it is not cordoned."""
+        if self._config.cordon_by != "nvsentinel":
+            return "; its node was cordoned before"  # nothing was ended before that
         _, cordoned = yield from self._node("left-node", order.node)
         if not cordoned:
             raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
@@ -258,25 +278,29 @@ class KubernetesApi:
             raise ActuatorError(f"NVSentinel was not asked to cordon node {node}, and nothing was ended: {said(reply)}")
         waited, n = 0.0, 0
         yes = json.dumps({"metadata": {"name": node, "resourceVersion": "0"}, "spec": {"unschedulable": True}})
-        while waited < CORDON_SECONDS:
-            after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
-            reply = yield self.call(
-                f"cordoned-{n}",
-                f"read whether node {node} is cordoned",
-                "GET",
-                _path_of_node(node),
-                assumed=Reply(status=200, text=yes),
-                after_seconds=after,
+        try:
+            while waited < CORDON_SECONDS:
+                after = POLL_SECONDS[min(n, len(POLL_SECONDS) - 1)]
+                reply = yield self.call(
+                    f"cordoned-{n}",
+                    f"read whether node {node} is cordoned",
+                    "GET",
+                    _path_of_node(node),
+                    assumed=Reply(status=200, text=yes),
+                    after_seconds=after,
+                )
+                spec = (reply.json or {}).get("spec") if isinstance(reply.json, dict) else None
+                if reply.status == 200 and isinstance(spec, dict) and spec.get("unschedulable"):
+                    return f"; NVSentinel has cordoned node {node} for MaintenanceRequest {name}, and drains it"
+                waited, n = waited + after, n + 1
+            why = yield from self._why_not(name)
+            raise ActuatorError(
+                f"NVSentinel has not cordoned node {node} within {CORDON_SECONDS:g} s, and nothing was ended{why}"
             )
-            spec = (reply.json or {}).get("spec") if isinstance(reply.json, dict) else None
-            if reply.status == 200 and isinstance(spec, dict) and spec.get("unschedulable"):
-                return f"; NVSentinel has cordoned node {node} for MaintenanceRequest {name}, and drains it"
-            waited, n = waited + after, n + 1
-        why = yield from self._why_not(name)
-        raise ActuatorError(
-            f"NVSentinel has not cordoned node {node} within {CORDON_SECONDS:g} s, and nothing was ended{why}; it may"
-            f" still do so: delete MaintenanceRequest {name} to withdraw it"
-        )
+        except ActuatorError as e:
+            raise ActuatorError(
+                f"{e}; NVSentinel may still cordon node {node}: delete MaintenanceRequest {name} to withdraw it"
+            ) from None
 
     def _why_not(self, name: str) -> Generator[Call, Reply, str]:
         """What the request's condition says; empty: nothing."""
@@ -349,21 +373,22 @@ def pods_of_members(order: Order, pods: Sequence[Pod], where: str) -> dict[str, 
     return found
 
 
-def members_left(order: Order, pods: Sequence[Pod], where: str) -> tuple[Member, ...]:
-    """Members whose pods are still there, after each of them was found once. Raises ActuatorError: of a member it
-    cannot be told."""
-    left = []
+def order_left(order: Order, pods: Sequence[Pod], where: str) -> Order:
+    """The order for those of its members whose pods are still there, after each of them was found once. Raises
+    ActuatorError: of a member it cannot be told; HasEnded: none is left."""
+    left, gone = list[Member](), list[str]()
     for member in order.members:
         try:
             pods_of_members(replace(order, members=(member,)), pods, where)
-        except HasEnded:
-            continue
-        except ActuatorError:
-            if any(member.node in (p.name, p.node) for p in pods if not p.ended):
+        except ActuatorError as e:
+            if not isinstance(e, HasEnded) and any(member.node in (p.name, p.node) for p in pods if not p.ended):
                 raise
-            continue  # no pod is there
-        left.append(member)
-    return tuple(left)
+            gone.append(str(e))
+        else:
+            left.append(member)
+    if not left:
+        raise HasEnded(gone[0])
+    return replace(order, members=tuple(left))
 
 
 def _keep(found: dict[str, Pod], member: Member, pod: Pod, order: Order) -> None:

@@ -125,9 +125,15 @@ class Slurm:
         drained = ""
         if order.leave_node:
             drained = yield from self._drain(order, slurm_nodes)
+        try:
+            return (yield from self._requeue_checked(order, number, job)) + drained
+        except ActuatorError as e:
+            raise ActuatorError(f"{e}{drained}") from None
+
+    def _requeue_checked(self, order: Order, number: str, job: _Unit) -> Procedure:
         # Slurm knows no condition "only if it still is that one": nothing comes between this look and the call.
         if (yield from self._job(number, "again")) != job:
-            raise ActuatorError(f"Slurm job {job.name} has changed meanwhile, and was not requeued{drained}")
+            raise ActuatorError(f"Slurm job {job.name} has changed meanwhile, and was not requeued")
         reply = yield self._scontrol(
             "requeue",
             f"requeue Slurm job {job.name}, {order.replica}",
@@ -138,16 +144,16 @@ class Slurm:
             repeatable=True,
         )
         if reply.status != 0 and reply.known:
-            raise ActuatorError(f"Slurm job {job.name} was not requeued: {reply.shown}{drained}")
+            raise ActuatorError(f"Slurm job {job.name} was not requeued: {reply.shown}")
         assumed = f"JobId={number} JobName=x\n JobState=PENDING\n Requeue=1 Restarts={job.restarts + 1} BatchFlag=1"
         for n in count():
             now = yield from self._job(number, f"ended-{n}", wait=n, assumed=Reply(status=0, text=assumed))
             if now is None or (now.state in _ENDED and now.restarts == job.restarts):
-                raise ActuatorError(f"Slurm job {job.name} has ended, and was not requeued{drained}")
+                raise ActuatorError(f"Slurm job {job.name} has ended, and was not requeued")
             is_another = now.restarts != job.restarts or now.started_at > job.started_at
             if is_another and now.state != "COMPLETING":
                 started = "" if now.state != "PENDING" else (yield from self._start_now(job.name))
-                return f"Slurm job {job.name} was requeued{started}{drained}"
+                return f"Slurm job {job.name} was requeued{started}"
         raise AssertionError
 
     def _start_now(self, name: str) -> Generator[Call, Reply, str]:
@@ -211,6 +217,7 @@ class Slurm:
             "state=drain",
             f"reason={reason}",
             changes=True,
+            prepares=True,
             repeatable=True,
         )
         if reply.status != 0:
@@ -297,6 +304,7 @@ class Slurm:
         """`wait` >= 0: look number of several at whether it has ended; a controller that does not answer is then asked
         again."""
         after = 0.0 if wait < 0 else WAITS_SECONDS[min(wait, len(WAITS_SECONDS) - 1)]
+        words += "" if wait < 0 else ", which was asked to end"
         for n in count(1):
             reply = yield self._scontrol(f"{key}-{n}", words, "show", what, name, after_seconds=after, assumed=assumed)
             if reply.status == 0:
@@ -318,6 +326,7 @@ class Slurm:
         program: str,
         *arguments: str,
         changes: bool = False,
+        prepares: bool = False,
         repeatable: bool = False,
         assumed: Reply | None = None,
         after_seconds: float = 0.0,
@@ -329,6 +338,7 @@ class Slurm:
             argv=(path, *arguments),
             environment=_ENVIRONMENT,
             changes=changes,
+            prepares=prepares,
             repeatable=repeatable,
             assumed=assumed,
             deadline_seconds=self._config.call_seconds,

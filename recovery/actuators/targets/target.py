@@ -42,8 +42,8 @@ class Member:
 class Order:
     """What to replace. `key`: of this plan, the same when it is performed again after a crash. `members`: the living
     processes of the named incarnation, rank 0 first; `others`: those of all other replicas, of other jobs too.
-    `leave_node`: the replacement must run on another node, because the fault stays with `node`. `begun`: a call of this
-    plan was made before, so that the members may be gone because of it."""
+    `leave_node`: the replacement must run on another node, because the fault stays with `node`. `begun`: a call that
+    may end processes was made for it before, so that members may be gone because of it."""
 
     key: str
     incident_id: str

@@ -6,9 +6,11 @@ None of their failures is ever an observation or a reward.
 """
 
 import asyncio
+import copy
 import inspect
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +31,8 @@ SETTING: Final = "environment.factory"
 LIVE_MAX: Final = 1024
 """Environments that are kept, at most until their conversations are scored; the one that was idle for longest is
 replayed when it is needed again."""
+IDLE_SECONDS: Final = 3600.0
+"""After so long without a response an environment ends: its group may have been dropped without being scored."""
 GRACE_SECONDS: Final = 1.0
 """Beyond its deadline, for an `async` call to fail by itself before the whole process is ended."""
 CLOSE_SECONDS: Final = 1.0
@@ -95,13 +99,20 @@ class _Live:
     opening: Opening = None
     responses: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    used_at: float = 0.0  # monotonic seconds
 
 
 class _Player:
     """The environments of one child."""
 
-    def __init__(self, factory: Callable[[], Any], wanted: Sequence[str], progress: Callable[[], None]) -> None:
-        self._factory, self._wanted, self._progress = factory, wanted, progress
+    def __init__(
+        self,
+        factory: Callable[[], Any],
+        wanted: Sequence[str],
+        progress: Callable[[], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._factory, self._wanted, self._progress, self._monotonic = factory, wanted, progress, monotonic
         self._live: OrderedDict[str, _Live] = OrderedDict()
         self._dropped: list[Any] = []
 
@@ -111,7 +122,8 @@ class _Player:
             if live is None or tuple(live.responses) != script.responses[: len(live.responses)]:
                 self._drop(live)
                 live = _Live(self._factory())
-                arguments = {name: script.arguments[name] for name in self._wanted}
+                # The samples of a group share what their row holds, and an environment may change what it gets.
+                arguments = copy.deepcopy({name: script.arguments[name] for name in self._wanted})
                 live.opening = opening_of(await _done(live.environment.reset(**arguments), seconds))
                 self._progress()
             for response in script.responses[len(live.responses) :]:
@@ -128,6 +140,7 @@ class _Player:
         except Exception as e:  # noqa: BLE001 deliberate: the user's code may raise anything, and it is reported
             self._drop(live)
             return EnvironmentFailed(kind=type(e).__name__, because=f"{type(e).__name__}: {e}")
+        live.used_at = self._monotonic()
         self._live[script.key] = live
         return Played(opening=live.opening, steps=tuple(live.steps))
 
@@ -136,8 +149,9 @@ class _Player:
             self._dropped.append(live.environment)
 
     async def end(self, keys: Sequence[str]) -> None:
-        """Drops these environments, and those beyond `LIVE_MAX`; closes all that were dropped."""
-        for key in keys:
+        """Drops these environments, idle ones, and those beyond `LIVE_MAX`; closes all that were dropped."""
+        since = self._monotonic() - IDLE_SECONDS
+        for key in [*keys, *(key for key, live in self._live.items() if live.used_at < since)]:
             self._drop(self._live.pop(key, None))
         while len(self._live) > LIVE_MAX:
             self._drop(self._live.popitem(last=False)[1])

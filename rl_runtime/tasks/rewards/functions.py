@@ -19,8 +19,8 @@ from typing import Any
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.tasks import user_files
 
-NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-"""Commas separate thousands, else numbers: `1,234` is one, `1,2,3` are three."""
+NUMBER = re.compile(r"(?:(?<!\w)-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d+)?")
+"""Commas separate thousands, else numbers: `1,234` is one, `1,2,3` are three. A minus after a word is a hyphen."""
 MINUS_SIGN = "\N{MINUS SIGN}"
 
 

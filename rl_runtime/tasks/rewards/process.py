@@ -5,6 +5,7 @@ None of its failures is ever a reward.
 
 import asyncio
 from collections.abc import Sequence
+from copy import deepcopy
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -63,7 +64,8 @@ def _serve(connection: Connection, name: str) -> None:
             except EOFError:
                 return
             try:
-                answer: tuple[str, Any] = "", score.needs if group is None else score(group)
+                # The samples of a group share what their row holds, and a function may change what it gets.
+                answer: tuple[str, Any] = "", score.needs if group is None else score(list(map(deepcopy, group)))
             except Exception as e:  # noqa: BLE001 deliberate: the user's code may raise anything, and it is reported
                 answer = type(e).__name__, f"{type(e).__name__}: {e}"
             connection.send(answer)

@@ -105,7 +105,7 @@ class EvaluationConfig(Section):
     """Committed steps between two evaluations. One that is due while another is running is left out."""
     path: str | None = None
     """Held-out prompts, as `data.path`. null: another `split` of the same folder. Without meaning for a built-in task,
-    whose prompts are new ones."""
+    whose prompts have other numbers than those of training."""
     split: str | None = None
     """Split of a folder. null: as `data.split`."""
     prompt: str | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DatabaseError, InterfaceError, InternalError, OperationalError, ProgrammingError
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
@@ -137,7 +137,9 @@ class Store:
         try:
             with self._connect() as conn:
                 yield conn.execution_options(**options)
-        except (OperationalError, InterfaceError) as e:
+        except (OperationalError, InterfaceError, InternalError) as e:
+            if isinstance(e, InternalError) and not e.connection_invalidated:
+                raise  # not an outage
             if self._is_sqlite and any(sign in str(e.orig) for sign in DAMAGE_SIGNS):
                 raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
             raise JournalUnavailable(where=self.where, reason=_first_line(e), hint=self._hint()) from e
@@ -161,7 +163,7 @@ class Store:
         if self._is_sqlite:
             return "is its directory writable, and does its disk have free space?"
         if self._was_open:
-            return "start the server again: processes with an open journal reconnect automatically"
+            return "start the server again or make it writable: processes with an open journal reconnect automatically"
         return "is the server running, and is the URL right?"
 
     def check_file(self) -> None:
@@ -229,7 +231,7 @@ def _use_wal(cursor: Any) -> None:
             return
         except sqlite3.OperationalError as e:
             if "locked" not in str(e) or clock.monotonic() > deadline:
-                raise
+                raise  # not an outage
         clock.sleep(MODE_RETRY_SECONDS)
 
 
@@ -254,6 +256,7 @@ _SESSION = (
 )
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
 """A dead server never answers; without these a write would wait for many minutes."""
+_READ_ONLY = "25006"  # SQLSTATE read_only_sql_transaction
 
 
 def _postgresql_engine(url: str) -> sa.Engine:
@@ -262,7 +265,14 @@ def _postgresql_engine(url: str) -> sa.Engine:
     except ModuleNotFoundError as e:
         raise JournalError(f"{redacted(url)}: needs {e.name}; install it with: pip install 'psycopg[binary]'") from e
     sa.event.listen(engine, "connect", _configure_postgresql)
+    sa.event.listen(engine, "handle_error", _leave_read_only_server)
     return engine
+
+
+def _leave_read_only_server(context: sa.engine.ExceptionContext) -> None:
+    """Makes the next connection a new one: after a failover, this one would stay with the server that is read-only."""
+    if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+        context.is_disconnect = True
 
 
 def _configure_postgresql(dbapi_connection: Any, _record: Any) -> None:

@@ -1,6 +1,7 @@
 """What torch's hooks tell of a training loop that reports nothing itself."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rolecall.agent.autostart.training import (
+    STEPS_WITHOUT_CALL,
     STEPS_WITHOUT_LEAD,
     Hook,
     TrainingWatch,
@@ -199,6 +201,25 @@ def test_of_several_optimizers_one_leads(job: Job) -> None:
     assert report.steps[-1] == 6
 
 
+def test_of_many_optimizers_one_leads(job: Job) -> None:
+    report = warm(job)
+    others = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(STEPS_WITHOUT_LEAD + 2)]
+    for _ in range(3):
+        job.step()
+        for other in others:
+            other.step()
+    assert report.steps[-1] == 2 + 3
+
+
+def test_another_leads_at_once_when_the_first_is_gone(job: Job) -> None:
+    report = warm(job)
+    job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.1)
+    gc.collect()
+    job.step()
+    job.step()
+    assert report.steps[-1] == 2 + 2
+
+
 def test_another_leads_when_the_first_has_ended(job: Job) -> None:
     report = warm(job)
     other = torch.optim.SGD(job.model.parameters(), lr=0.1)
@@ -214,6 +235,18 @@ def test_steps_of_further_parameter_groups_are_no_units(job: Job) -> None:
         job.optimizer.step()
         job.optimizer.step()
     assert report.steps[-1] == 2 + 3
+
+
+def test_steps_count_again_when_the_hooked_modules_are_not_called_any_more(job: Job) -> None:
+    report = warm(job)
+    for _ in range(STEPS_WITHOUT_CALL + 1 + 3):
+        job.optimizer.step()  # as with a CUDA graph, which replays the forward pass
+    assert report.steps[-1] == 2 + 3
+    for _ in range(2):  # the next part trains another module
+        job.model[0](torch.ones(1, 2)).sum().backward()
+        job.optimizer.step()
+    assert report.steps[-1] == 2 + 3 + 2 and report.phases[-2:] == ["step", "wait"]
+    assert job.model[0]._forward_pre_hooks and not job.model._forward_pre_hooks
 
 
 def test_the_search_goes_on_until_a_module_is_found(job: Job) -> None:
@@ -332,6 +365,16 @@ def test_the_rank_is_that_of_the_process_group(job: Job) -> None:
 def test_a_rank_of_the_environment_counts(name: str) -> None:
     assert rank_in_group({name: "1"}) == {}
     assert rank_in_group({"LOCAL_RANK": "1", "NODE_RANK": "0"}) == {"rank": 3, "world_size": 4}
+
+
+@pytest.mark.usefixtures("group")
+def test_ranks_that_a_task_spawns_do_not_share_its_rank() -> None:
+    """They inherit the variables of the one process that was launched."""
+    group = {"rank": 3, "world_size": 4}
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == group
+    assert rank_in_group({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "8"}) == group
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}
+    assert rank_in_group({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "ROLECALL_RANK": "7"}) == {}
 
 
 def test_without_a_group_nothing_is_known_of_the_rank(job: Job) -> None:

@@ -273,6 +273,9 @@ NODE_EXPECTED = {
     ("nic_up", "eth0"): 1.0,  # a driver without an operational state: the carrier counts
     ("nic_up", "eth1"): 0.0,
     ("nic_up", "eth2"): 0.0,  # shut down: it has no carrier to be read
+    ("nic_downs_total", "eth0"): 0.0,  # since the first page
+    ("nic_downs_total", "eth1"): 0.0,
+    ("nic_downs_total", "eth2"): 0.0,
     ("nic_speed_bytes_per_second", "eth0"): 1.25e9,
     ("nic_received_bytes_total", "eth0"): 1.5e10,
     ("nic_sent_bytes_total", "eth0"): 2.5e10,
@@ -281,6 +284,8 @@ NODE_EXPECTED = {
     ("tcp_listen_drops_total",): 2.0,
     ("infiniband_up", "mlx5_0", "1"): 1.0,
     ("infiniband_up", "mlx5_1", "1"): 0.0,
+    ("infiniband_downs_total", "mlx5_0", "1"): 0.0,
+    ("infiniband_downs_total", "mlx5_1", "1"): 0.0,
     ("infiniband_physical_state", "mlx5_0", "1", "LinkUp"): 1.0,
     ("infiniband_physical_state", "mlx5_1", "1", "unknown"): 1.0,
     ("infiniband_rate_bytes_per_second", "mlx5_0", "1"): 5e10,
@@ -325,7 +330,32 @@ def test_order_on_the_page_does_not_matter(server: PageServer) -> None:
 
 def test_number_of_interfaces_is_bounded(server: PageServer) -> None:
     server.show("".join(f'node_network_up{{device="eth{i}"}} 1\n' for i in range(1000)))
-    assert len(of_node(node_exporter(server.url).read(0.0).values)) == 64
+    found = of_node(node_exporter(server.url).read(0.0).values)
+    assert sorted({name for name, _ in found}) == ["nic_downs_total", "nic_up"] and len(found) == 2 * 64
+
+
+LINK_PAGE = """node_network_carrier{{device="eth0"}} {up}
+node_network_carrier_down_changes_total{{device="eth0"}} {downs}
+node_infiniband_state_id{{device="mlx5_0",port="1"}} {state}
+node_infiniband_link_downed_total{{device="mlx5_0",port="1"}} {downs}
+"""
+
+
+def test_downs_of_links_are_counted_from_the_agents_start(server: PageServer) -> None:
+    collector = node_exporter(server.url)
+
+    def downs(up: bool, num: int) -> tuple[float, float]:
+        server.show(LINK_PAGE.format(up=int(up), downs=num, state=4 if up else 1))
+        found = of_node(collector.read(0.0).values)
+        assert found["nic_up", "eth0"] == found["infiniband_up", "mlx5_0", "1"] == up
+        assert found["infiniband_events_total", "mlx5_0", "1", "link_downed"] == num
+        return found["nic_downs_total", "eth0"], found["infiniband_downs_total", "mlx5_0", "1"]
+
+    assert downs(True, 7) == (0, 0)  # seven before
+    assert downs(False, 8) == (1, 1)
+    assert downs(True, 8) == (1, 1)
+    assert downs(True, 11) == (4, 4)  # between two pages
+    assert downs(True, 0) == (4, 4)  # the driver was loaded again
 
 
 def test_labels_that_lack_cost_only_their_series(server: PageServer) -> None:

@@ -15,13 +15,15 @@ import pytest
 pytest.importorskip("ray")
 
 from rolecall.agent.collectors.process.discovery import parse_discovery
-from rolecall.agent.collectors.process.ray_workers import RayWorkersCollector
+from rolecall.agent.collectors.process.ray_workers import RAYLET, WORD_SECONDS, RayWorkersCollector
 from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
+from rolecall.agent.identity import Registration
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.core.clock import SystemClock
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
+from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
@@ -30,6 +32,27 @@ from tests.support import eventually
 
 JOB = Path(__file__).with_name("ray_job.py")
 RULES = {"defaults": False, "rules": [{"name": "probe", "title": "^ray::CauseProbe", "role": "rollout"}]}
+
+
+def test_the_log_of_an_earlier_worker_with_the_same_pid_is_not_read(tmp_path: Path) -> None:
+    proc, logs = tmp_path / "proc", tmp_path / "logs"
+    logs.mkdir()
+    for pid, name, parent in ((10, RAYLET, 1), (20, "ray::Actor", 10)):
+        (proc / str(pid)).mkdir(parents=True)
+        (proc / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {'0 ' * 17}500 {'0 ' * 29}")
+    (proc / "10" / "cmdline").write_bytes(f"raylet\0--log_dir={logs}\0".encode())
+    process = ProcessId(node=NODE, pid=20, start_ticks=500)
+    living = [Registration(process=process, replica="rollout/0", role="rollout", rank=0, incarnation=0, found=True)]
+    collector = RayWorkersCollector(lambda: tuple(living), proc=proc)
+    collector.read(0.0)
+    for worker, age in (("a" * 20, 9), ("b" * 20, 1), ("c" * 20, 5)):
+        log = logs / f"python-core-worker-{worker}_20.log"
+        log.write_text("")
+        os.utime(log, (1000 - age, 1000 - age))
+    living.clear()
+    collector.read(1.0)
+    (fact,) = collector.read(1.0 + WORD_SECONDS).facts
+    assert fact.detail["log_file"].endswith(f"{'b' * 20}_20.log")
 
 
 class RayJob:

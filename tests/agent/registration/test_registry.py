@@ -17,7 +17,7 @@ from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.events import EventLog
-from rolecall.agent.identity import ClaimRejected
+from rolecall.agent.identity import ClaimRejected, Registration
 from rolecall.agent.registration_socket import LINE_BYTES_MAX, RegistrationServer
 from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIONS_SECONDS, REFUSED_SECONDS, Registry
 from rolecall.agent.reporter.sender import send_message
@@ -26,7 +26,7 @@ from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.columns import PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import registration_secret
-from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, is_instrumented
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
 from tests.agent.test_samples import since
 from tests.support import PATIENCE_SECONDS, eventually
@@ -190,6 +190,21 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
         world.register(other, "rollout/1")  # at once: the exit need not have been noticed yet
     finally:
         other.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_started_a_rank_is_no_rank(world: World, child: Child, rank: int) -> None:
+    """A task of Slurm that spawns its ranks: a rule finds the task, whose variables they all inherit."""
+    task = ProcessId(node=NODE, pid=os.getpid(), start_ticks=own_start_ticks())
+    found = Registration(
+        process=task, replica="trainer/0", role="trainer", rank=0, incarnation=0, found=True, job="7.0"
+    )
+    world.registry.discover(found, {"found_by": "slurm"})
+    known = {"rank": rank, "secret": registration_secret(TOKEN, "trainer/0", rank, 0)}
+    world.registry.register(child.pid, claim(child, "trainer/0", 0, **known))
+    assert [(r.process.pid, r.rank) for r in world.registry.registrations()] == [(child.pid, rank)]
+    with pytest.raises(ClaimRejected, match="has started"):
+        world.registry.discover(found, {"found_by": "slurm"})
 
 
 def test_an_event_of_a_stranger_is_refused(world: World, child: Child) -> None:
@@ -363,6 +378,21 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     [dead] = since(ring, batch.cursor).processes
     assert (dead.alive, dead.proc_state, dead.phase, dead.progress) == (False, "X", "generate", 4)
     assert dead.cpu_seconds >= live.cpu_seconds
+
+
+def test_a_rank_without_a_page_is_not_shown_as_one_that_makes_no_progress(world: World, child: Child) -> None:
+    """No page could be created, or it is of another version."""
+    world.register(child, "trainer/0")
+    child.page.write_bytes(b"")
+    again = World(world.data_dir)
+    again.registry.adopt()
+    for one in (world, again):
+        one.poll()
+        [tracked] = one.registry.processes()
+        sample = sample_of(tracked, 1.0, 2.0)
+        assert isinstance(sample, ProcessSample) and not is_instrumented(sample)
+        assert sample.alive and sample.num_threads and (sample.replica, sample.page_ok) == ("trainer/0", False)
+    again.close()
 
 
 def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> None:

@@ -191,6 +191,17 @@ def test_a_missing_agent_never_blocks_and_is_found_later(tmp_path: Path) -> None
     assert child.close() == ""
 
 
+def test_an_agent_that_starts_again_is_told_once_more(tmp_path: Path) -> None:
+    """Its list of processes may be lost."""
+    child = Child(tmp_path)
+    child.do("from rolecall.agent.reporter import sender; sender.AGENT_CHECK_SECONDS = 0.05")
+    child.start("rollout/2")
+    first = _listen(tmp_path)
+    (tmp_path / "agent.sock").unlink()
+    assert _listen(tmp_path) == first
+    assert child.close() == ""
+
+
 def _listen(node_dir: Path) -> dict[str, object]:
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(node_dir / "agent.sock"))
@@ -274,6 +285,8 @@ main()"""
         ("try: raise ValueError('bad')\nexcept ValueError: pass", 0, False),
         ("t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()", 0, False),  # the process goes on
         ("sys.ps1 = '>>> '\nraise ValueError('bad')", 1, False),  # a prompt shows it and goes on
+        # and is not called by ours
+        (f"{HOOK_OF_THE_JOB}\nreporter.start(secret='s')\nraise ValueError('bad')", 1, True),
         ("sys.exit(3)", 0, False),
         ("raise KeyboardInterrupt", 0, False),
         (RECORDED, 1, True),
@@ -292,7 +305,7 @@ def test_only_an_exception_that_nothing_caught_ends_the_process(
     assert (shown.number if shown else 0, shown is not None and shown.uncaught) == (number, uncaught), done.stderr
     if shown is not None:
         assert (shown.type, "uncaught" in shown.detail()) == ("ValueError", uncaught)
-    assert ("mine" in done.stdout) is (HOOK_OF_THE_JOB in code)
+    assert done.stdout.count("mine") == code.count(HOOK_OF_THE_JOB)
 
 
 def test_ctrl_c_is_no_exception_of_the_job(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data import reader as reading
-from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
+from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader, Readers
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.made_runs import MadeRun, damage
@@ -57,6 +57,27 @@ def test_what_was_written_since_is_in_the_next_snapshot(tmp_path: Path) -> None:
         made.resolve(plan)
         assert not read().projection.open_incidents()
         assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"]  # a snapshot never changes
+
+
+def test_a_run_whose_page_is_open_is_followed_however_many_others_are_looked_at(tmp_path: Path) -> None:
+    clock = FakeClock(wall_offset=SystemClock().wall() - 1000.0)
+    readers = Readers(clock)
+    made = [MadeRun(tmp_path, run_id=f"run-{n}", num_steps=1) for n in range(reading.READERS_MAX + 2)]
+    of = [Settings(journal_url=one.run.database_url) for one in made]
+    shown = readers.get(of[0])
+    assert shown.fresh().run.step == 0
+    other = [readers.get(one) for one in of[1:]]
+    made[0].open()
+    clock.advance(reading.SNAPSHOT_SECONDS)
+    assert shown.fresh().projection.open_incidents(), "its page has no other reader until its next refresh"
+
+    clock.advance(reading.IDLE_SECONDS)
+    assert readers.get(of[0]) is shown
+    clock.advance(1.0)
+    assert readers.get(of[0]) is shown and readers.get(of[-1]) is other[-1]
+    assert readers.get(of[1]) is not other[0], "nobody had looked at it for long, so it was closed and is read anew"
+    for settings in of:
+        readers.get(settings).close()
 
 
 def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> None:

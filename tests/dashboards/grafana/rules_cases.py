@@ -34,6 +34,13 @@ class Case(NamedTuple):
 RUNS = {"rolecall_run_ended{@W}": "0x400"}
 OVER = {"rolecall_run_ended{@W}": "1x400"}
 STEPS = {"rolecall_run_step_seconds{@W}": "6x400", **RUNS}
+BEGUN = {
+    "rolecall_run_start_timestamp_seconds{@W}": "0x400",
+    "rolecall_run_step{@W}": "-1x400",
+    "rolecall_run_steps_wanted{@W}": "60x400",
+    **RUNS,
+}
+"""A run without a step."""
 COUNTS = "0x4 1x400"
 HANGS = '@W,node="n1",role="rollout",replica="rollout/1",fault="hang"'
 OBSERVES = {'rolecall_watch_mode{@W,mode="observe"}': "1x400"}
@@ -169,6 +176,12 @@ CASES = (
         "3m",
     ),
     Case(
+        "RolecallEvictionLimitReached",
+        "none allowed and none made",
+        {"rolecall_evictions_last_hour{@W}": "0x40", "rolecall_evictions_limit{@W}": "0x40"},
+        "3m",
+    ),
+    Case(
         "RolecallActionErrors",
         "three of two kinds",
         {
@@ -216,6 +229,20 @@ CASES = (
             "rolecall_run_steps_wanted{@W}": "60x100",
         },
         "7m",
+    ),
+    Case("RolecallRunStalled", "no first step", BEGUN, "65m", ("@W",)),
+    Case("RolecallRunStalled", "still starting", BEGUN, "59m"),
+    Case("RolecallRunStalled", "over without a step", {**BEGUN, **OVER}, "65m"),
+    Case(
+        "RolecallRunStalled",
+        "first step after an hour",
+        {
+            **BEGUN,
+            **STEPS,
+            "rolecall_run_step{@W}": "-1x249 0x50",
+            "rolecall_run_step_timestamp_seconds{@W}": "_x250 3750x50",
+        },
+        "64m",
     ),
     Case(
         "RolecallEttrLow",

@@ -15,6 +15,15 @@ def test_every_dashboard_is_in_the_table() -> None:
     assert {uid: f"rolecall: {title}" for title, uid in rows} == {d["uid"]: d["title"] for d in documents()}
 
 
+def test_each_row_that_it_names_is_on_that_dashboard() -> None:
+    named = re.findall(r"\brow\s+\*([^*]+)\* of\s+\*([^*]+)\*", DOC)
+    assert named
+    for row, title in named:
+        (found,) = [d for d in documents() if d["title"] == f"rolecall: {title}"]
+        rows = [str(panel.get("title")) for panel in found["panels"] if panel["type"] == "row"]
+        assert any(one.startswith(row) for one in rows), (row, rows)
+
+
 def test_its_commands_and_files_are_there() -> None:
     from typer.main import get_command
 

@@ -296,7 +296,8 @@ def test_markdown_for_a_ticket_and_links_to_that_time(tmp_path: Path) -> None:
     (_, grafana), (_, logs) = links(what, whole.material)
     onset = world.only().first_diagnosis.onset
     assert grafana.startswith(f"http://grafana:3000/d/rolecall-replica?from={(onset - 300) * 1000:.0f}&to=")
-    assert "var-replica=rollout%2F1" in grafana and logs.startswith("http://logs/?q=rollout%2F1&from=")
+    assert "var-replica=rollout%2F1" in grafana and f"var-run={what.run_id}" in grafana
+    assert logs.startswith("http://logs/?q=rollout%2F1&from=")
 
 
 def test_links_of_an_open_incident_show_its_beginning(tmp_path: Path) -> None:

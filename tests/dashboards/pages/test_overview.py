@@ -69,6 +69,27 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert len(at.get("vega_lite_chart")) == 3
 
 
+def test_no_part_of_a_page_goes_on_with_a_closed_reader(tmp_path: Path) -> None:
+    """Between two refreshes of an open page its reader may be closed, if the browser slept."""
+    settings.use(MadeRun(tmp_path).settings())
+    first_snapshot(settings.current())
+
+    def script() -> None:
+        from rolecall.core.clock import SystemClock
+        from rolecall.dashboards.data.reader import JournalSnapshot, Reader, Readers
+        from rolecall.dashboards.pages import shell
+
+        def draw(journal_reader: Reader, _: JournalSnapshot) -> None:
+            assert shell.reader(journal_reader.settings) is journal_reader
+            journal_reader.close()
+            shell._readers = Readers(SystemClock())
+
+        shell.page("Made", draw, draw, draw)
+
+    at = AppTest.from_function(script, default_timeout=60).run()
+    assert not at.exception
+
+
 def test_an_open_incident_is_shown_on_top(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     plan = made.open()
@@ -158,6 +179,15 @@ def test_a_run_that_stands_still_is_not_training(tmp_path: Path) -> None:
     assert run_state(trained).word == "All steps done: last evaluation and checkpoint"
     ended = replace(later, run=replace(look.run, ended="completed"))
     assert run_state(ended).word == "Run completed"
+
+
+def test_a_run_that_never_comes_to_its_first_step_is_not_starting_for_good(tmp_path: Path) -> None:
+    look = first_snapshot(MadeRun(tmp_path, num_steps=0).settings())
+    assert run_state(replace(look, at=look.at + 3000)).word == "Starting"
+    state = run_state(replace(look, at=look.at + 2 * 3600))
+    assert (state.word, state.kind) == ("Stalled: no step for 2 h", "bad")
+    job_of_others = replace(look, at=look.at + 2 * 3600, run=replace(look.run, started_at=None, replicas=()))
+    assert not run_state(job_of_others).word.startswith("Stalled")
 
 
 def test_an_unknown_cost_is_never_0(tmp_path: Path) -> None:

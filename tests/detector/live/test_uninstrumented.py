@@ -350,6 +350,20 @@ def test_a_late_exit_does_not_affect_the_successor(job: Job) -> None:
     assert {s.process for s in job.detector.processes() if s.replica == "rollout/1"} == {job.process(name, 2000)}
 
 
+@pytest.mark.parametrize("kind", [AgentEventKind.RAY_WORKER_ENDED, AgentEventKind.EXCEPTION, AgentEventKind.FINISHED])
+def test_a_late_report_of_a_dead_process_does_not_displace_its_successor(job: Job, kind: AgentEventKind) -> None:
+    """Ray tells why a worker ended when the rank may run again."""
+    name = "rollout/1:0"
+    job.ends(name, KILLED)
+    job.run(1)
+    job.pids[name] = 2000
+    assert not job.run(2)
+    job.pids[name] = job.dead[name]
+    job.tell(kind, name, {"reason": "no_word", "type": "ValueError"})
+    job.detector.observe(Observation(wall_at=WALL + job.at, events=tuple(job.events)))
+    assert {s.process for s in job.detector.processes() if s.replica == "rollout/1"} == {job.process(name, 2000)}
+
+
 # --- whether a fault is over
 
 

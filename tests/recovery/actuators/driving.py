@@ -9,6 +9,7 @@ from rolecall.recovery.actuators.targets.target import Member, Order
 
 CALLS_MAX = 200
 BECAUSE = "it hangs in 'generate'"
+TOO_LATE = "not done within 300 s"
 NOW = 1_800_000_000.0
 """Wall seconds at which the processes of `member` were first seen."""
 
@@ -26,13 +27,16 @@ class Driven:
         return [c.shown for c in self.calls if c.changes]
 
 
-def drive(procedure: Procedure, answer: Callable[[Call], Reply]) -> Driven:
+def drive(procedure: Procedure, answer: Callable[[Call], Reply], give_up: str = "") -> Driven:
+    """`give_up`: beginning of the key of the call at which it is given up."""
     it = Driven()
     reply: Reply | None = None
     try:
         while len(it.calls) < CALLS_MAX:
             call = next(procedure) if reply is None else procedure.send(reply)
             assert call.key not in {c.key for c in it.calls}, f"two calls have the key {call.key}"
+            while give_up and call.key.startswith(give_up):
+                procedure.throw(ActuatorError(TOO_LATE))
             it.calls.append(call)
             reply = answer(call)
     except StopIteration as e:

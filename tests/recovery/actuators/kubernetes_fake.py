@@ -41,6 +41,7 @@ _REASONS = {
     403: "Forbidden",
     404: "NotFound",
     409: "Conflict",
+    410: "Expired",
     422: "Invalid",
     429: "TooManyRequests",
 }
@@ -73,7 +74,7 @@ def _problems_of_shape(text: str) -> tuple[str, ...]:
 
 class FakeKubernetes:
     """`ended`: UIDs of pods in the order of their ends; `cordoned`: nodes. `budget`: evictions refused before one is
-    allowed. `stuck`: pods never vanish (a dead node). `nvsentinel`: what becomes of a MaintenanceRequest: `cordons` its
+    allowed. `stuck`: pods never vanish (a dead node). `expired`: pages that come too late. `nvsentinel`: what becomes of a MaintenanceRequest: `cordons` its
     node, `drains` it, too, is `blocked` by another one, or is refused, being `disabled`; empty: not installed."""
 
     def __init__(self) -> None:
@@ -86,6 +87,7 @@ class FakeKubernetes:
         self.forbidden: set[str] = set()  # resources
         self.budget = 0
         self.stuck = False
+        self.expired = 0
         self.nvsentinel = ""
         self.maintenance: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
@@ -198,8 +200,9 @@ class FakeKubernetes:
             case ["api", "v1", "namespaces", namespace, "pods"] if namespace == NAMESPACE and method == "GET":
                 self._ask("list", "", "pods")
                 given = parse_qs(query, strict_parsing=True)
-                assert set(given) == {"labelSelector"}
-                return self._list(given["labelSelector"][0])
+                assert {"labelSelector"} <= set(given) <= {"labelSelector", "limit", "continue"}
+                start, limit = (int(given.get(name, ["0"])[0]) for name in ("continue", "limit"))
+                return self._list(given["labelSelector"][0], start, limit)
             case ["api", "v1", "namespaces", namespace, "pods", name] if namespace == NAMESPACE and method == "GET":
                 self._ask("get", "", "pods")
                 pod = self.pods.get(name)
@@ -280,13 +283,19 @@ class FakeKubernetes:
             self.cordoned.append(name)
         return 200, changed
 
-    def _list(self, selector: str) -> Answer:
+    def _list(self, selector: str, start: int, limit: int) -> Answer:
+        """`start`: the continue token, here a place in the list; `limit`: 0: none."""
+        if start and self.expired > 0:
+            self.expired -= 1
+            return status(410, "The provided continue parameter is too old to display a consistent list result.")
         if problem := selector_problem(selector):
             return status(400, problem)
         found = [p for p in self.pods.values() if _selects(selector, p["metadata"]["labels"])]
         # As a real server answers: the items of a list do not repeat their kind.
-        items = [{k: v for k, v in p.items() if k not in ("apiVersion", "kind")} for p in found]
-        return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": items}
+        end = start + limit if limit else len(found)
+        items = [{k: v for k, v in p.items() if k not in ("apiVersion", "kind")} for p in found[start:end]]
+        metadata = {"resourceVersion": "1", **({"continue": str(end)} if end < len(found) else {})}
+        return 200, {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": items}
 
     def _evict(self, name: str, body: Any) -> Answer:
         _decoded(body)

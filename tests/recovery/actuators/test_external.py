@@ -17,7 +17,7 @@ from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.base import ActionResult
-from rolecall.recovery.actuators.calls import Call, Procedure, Reply
+from rolecall.recovery.actuators.calls import NO_STATUS, NOT_SENT, TOO_MANY, Call, Procedure, Reply
 from rolecall.recovery.actuators.external import STALE_SECONDS, ExternalActuator, calls_of, order_of
 from rolecall.recovery.actuators.targets.target import Member, Order
 from tests.support import eventually
@@ -47,7 +47,8 @@ class FakeCall(Call):
 
 @dataclass
 class FakeTarget:
-    """Reads, drains, ends. `statuses`: of the calls; `also`: what else a replacement takes down."""
+    """Reads, drains, ends. `statuses`: of the calls; `also`: what else a replacement takes down; `prepares`: the drain
+    ends no process."""
 
     name: str = "fake"
     supports: frozenset[ActionKind] = frozenset({A.REPLACE_REPLICA, A.REPLACE_NODE})
@@ -58,20 +59,26 @@ class FakeTarget:
     orders: list[Order] = field(default_factory=list)
     endless: bool = False
     held: dict[str, threading.Event] = field(default_factory=dict)  # key of a call -> it ends once this is set
+    prepares: bool = False
+    tells: str = ""  # to be added to whatever ends it
 
     def also_hit(self, order: Order) -> Sequence[str]:
         return self.also
 
     def replace(self, order: Order) -> Procedure:
         self.orders.append(order)
-        read = yield FakeCall(key="read", words="read it", changes=False, made=self.made, may_end=self.held.get("read"))
+        may_end = self.held.get("read") or self.held.get(f"read {order.replica}")
+        read = yield FakeCall(key="read", words="read it", changes=False, made=self.made, may_end=may_end)
         assert read.text == "did read"
         for key in ("drain", "end"):
             reply = yield self._call(key)
             if reply.status:
                 raise ActuatorError(f"{key}: {reply.shown}")
-        while self.endless:
-            yield FakeCall(key="wait", words="wait for it", changes=False, made=self.made)
+        try:
+            while self.endless:
+                yield FakeCall(key="wait", words="wait for it", changes=False, made=self.made)
+        except ActuatorError as e:
+            raise ActuatorError(f"{e}{self.tells}") from None
         return f"{order.replica} ended"
 
     def _call(self, key: str) -> FakeCall:
@@ -80,6 +87,7 @@ class FakeTarget:
             key=key,
             words=f"{key} it",
             repeatable=self.repeatable,
+            prepares=self.prepares and key == "drain",
             made=self.made,
             status=status,
             may_end=self.held.get(key),
@@ -191,8 +199,7 @@ def test_an_action_that_the_target_does_not_have_is_refused(world: World) -> Non
 
 def test_calls_with_a_reply_are_not_made_again_by_a_successor(world: World) -> None:
     one = plan(("rollout/1", 1))
-    world.perform(one, until=lambda: len(world.calls()) == 2)
-    eventually(lambda: world.target.made[-1:] == ["end"], "it is made, and the watch dies")
+    begin(world, one, "end")
     world.actuator, world.target.made[:] = world.another(), []
     # The call that ends it has an event and no reply: it may have had its effect.
     result = world.perform(one)
@@ -203,8 +210,7 @@ def test_calls_with_a_reply_are_not_made_again_by_a_successor(world: World) -> N
 def test_a_call_that_does_no_harm_is_repeated_by_a_successor(world: World) -> None:
     world.target.repeatable = True
     one = plan(("rollout/1", 1))
-    world.perform(one, until=lambda: len(world.calls()) == 2)
-    eventually(lambda: world.target.made[-1:] == ["end"], "it is made, and the watch dies")
+    begin(world, one, "end")
     world.actuator, world.target.made[:] = world.another(), []
     result = world.perform(one)
     assert result is not None and result.done and world.target.made == ["read", "end"]
@@ -219,6 +225,82 @@ def test_a_successor_finds_what_was_begun_done_when_the_replacement_runs(world: 
     world.actuator, world.target.made[:] = world.another(), []
     result = world.perform(one)
     assert result == ActionResult(done=True, because="rollout/1#2 runs by now") and world.target.made == []
+
+
+def second(world: World, one: Plan) -> None:
+    """The first of its two replicas was replaced, and is seen to run again; then the watch ends."""
+    may_end = world.target.held["read rollout/2"] = threading.Event()
+    world.perform(one, until=lambda: len(world.target.orders) == 2)
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("n")))
+    world.actuator, world.target.orders[:] = world.another(), []
+    may_end.set()
+
+
+def test_a_successor_replaces_the_replicas_that_are_left(world: World) -> None:
+    one = plan(("rollout/1", 1), ("rollout/2", 2))
+    second(world, one)
+    result = world.perform(one)
+    assert result is not None and result.done and result.because == "rollout/1#2 runs by now; rollout/2 ended"
+    (order,) = world.target.orders
+    assert order.replica == "rollout/2" and not order.begun, "no call was made for it"
+    assert world.calls() == ["do drain", "do end"] * 2
+
+
+def test_what_was_replaced_before_is_told_when_the_rest_fails(world: World) -> None:
+    one = plan(("rollout/1", 1), ("rollout/2", 2))
+    second(world, one)
+    world.target.statuses["end"] = 5
+    result = world.perform(one)
+    because = "end: status 5: did end; done before: rollout/1#2 runs by now; calls made before: drain it, end it"
+    assert result == ActionResult(done=False, because=because)
+
+
+def test_a_successor_finds_several_replicas_done_when_all_of_them_run(world: World) -> None:
+    one = plan(("rollout/1", 1), ("rollout/2", 2))
+    second(world, one)
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/2"), incarnation=3, node=NodeId("n")))
+    result = world.perform(one)
+    assert result == ActionResult(done=True, because="rollout/1#2 runs by now; rollout/2#3 runs by now")
+    assert not world.target.orders
+
+
+def test_a_replica_that_came_back_before_anything_ended_it_was_not_replaced(world: World) -> None:
+    """Its node was drained, which ends no process: it failed by itself, and may run on the same node."""
+    world.target.prepares = True
+    one = plan(("rollout/1", 1), action=A.REPLACE_NODE)
+    begin(world, one, "drain")
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("n")))
+    world.actuator, world.target.made[:] = world.another(), []
+    result = world.perform(one)
+    assert result == ActionResult(done=False, because="rollout/1#2 runs by now; calls made before: drain it")
+    assert not world.target.made
+
+
+def test_a_replica_of_several_that_nothing_has_ended_has_not_left_its_node(world: World) -> None:
+    one = plan(("rollout/1", 1), ("rollout/2", 2), action=A.REPLACE_NODE)
+    second(world, one)
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/2"), incarnation=3, node=NodeId("n")))
+    result = world.perform(one)
+    assert result is not None and not result.done and "rollout/2#3 runs by now" in result.because
+
+
+@pytest.mark.parametrize(("status", "begun"), [(NOT_SENT, False), (TOO_MANY, False), (NO_STATUS, True), (0, True)])
+def test_a_call_that_had_no_effect_has_ended_nothing(world: World, status: int, begun: bool) -> None:
+    world.target.statuses["drain"] = status
+    one = plan(("rollout/1", 1))
+    world.perform(one, until=lambda: world.journal.events(kinds=[K.CALL_ENDED]))
+    world.actuator = world.another()
+    world.perform(one)
+    assert world.target.orders[-1].begun is begun
+
+
+def test_which_processes_it_ends_is_known_before_their_replacements_are_seen(world: World) -> None:
+    world.target.also, world.target.prepares = ("rollout/2",), True
+    one = plan(("rollout/1", 1), also_hit=("rollout/2 ends too",))
+    begin(world, one, "drain")
+    assert not world.actuator.ended
+    begin(world, one, "end")
+    assert {p.pid for p in world.actuator.ended} == {10, 11, 20}
 
 
 def test_without_the_lease_no_call_is_made(world: World) -> None:
@@ -282,6 +364,39 @@ def test_a_procedure_that_does_not_end_is_given_up(world: World) -> None:
     assert result is not None and not result.done and result.because.startswith("given up after 200 calls")
 
 
+@pytest.mark.parametrize("at_deadline", [True, False])
+def test_what_was_done_is_told_when_a_plan_is_given_up(world: World, at_deadline: bool) -> None:
+    world.target.endless, world.target.tells = True, "; node n is cordoned"
+    one = plan(("rollout/1", 1))
+    if at_deadline:
+        world.perform(one, until=lambda: "wait" in world.target.made)
+        world.clock.advance(DEADLINE + 1)
+    result = world.perform(one)
+    assert result is not None and result.because.endswith("would have been: wait for it; node n is cordoned")
+    assert not result.done
+
+
+def test_a_procedure_that_would_clean_up_when_it_is_given_up_makes_no_further_call(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def untidy(order: Order) -> Procedure:
+        made = world.target.made
+        try:
+            while True:
+                yield FakeCall(key="wait", words="wait for it", changes=False, made=made)
+        except ActuatorError as e:
+            try:
+                yield FakeCall(key="clear", words="clear it", made=made)
+            except ActuatorError:
+                raise ActuatorError(f"{e}; clear it by hand") from None
+        return "cleared"
+
+    monkeypatch.setattr(world.target, "replace", untidy)
+    result = world.perform(plan(("rollout/1", 1)))
+    assert result is not None and result.because.endswith("wait for it; clear it by hand")
+    assert "clear" not in world.target.made
+
+
 def test_a_replica_whose_role_may_not_be_replaced_is_not_taken_down_with_another(world: World) -> None:
     world.target.also = ("rollout/2", "trainer/0")
     result = world.perform(plan(("rollout/1", 1)))
@@ -305,7 +420,7 @@ def test_a_dry_run_reads_and_changes_nothing(world: World) -> None:
 def begin(world: World, one: Plan, up_to: str = "read") -> None:
     """Up to the reply to this call, which is not taken yet."""
     may_end = world.target.held[up_to] = threading.Event()
-    world.perform(one, until=lambda: up_to == "read" or len(world.calls()) == 1)
+    world.perform(one, until=lambda: up_to == "read" or f"do {up_to}" in world.calls())
     may_end.set()
     eventually(lambda: world.target.made[-1:] == [up_to], "it is made")
 

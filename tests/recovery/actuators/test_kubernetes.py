@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,26 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
-from rolecall.core.clock import FakeClock
 from rolecall.core.config.actuators import KubeRayActuator, KubernetesActuator
 from rolecall.core.config.watched import parse_watched
-from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads.recovery import CallEnded, CallStarted
-from rolecall.core.membership import Desired
-from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.actuators.calls import NO_STATUS, Call, HttpCall, Reply
-from rolecall.recovery.actuators.external import ExternalActuator, calls_of
+from rolecall.recovery.actuators.external import calls_of
 from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.kuberay import REPLICA_LABEL, KubeRay
 from rolecall.recovery.actuators.targets.kubernetes import Kubernetes
+from rolecall.recovery.actuators.targets.kubernetes_api import TRIES_MAX
 from rolecall.recovery.actuators.targets.target import Order
 from tests.recovery.actuators.driving import NOW, Driven, drive, member, order
 from tests.recovery.actuators.kubernetes_fake import NAMESPACE, FakeKubernetes, served
-from tests.support import PATIENCE_SECONDS, eventually
 
 ROLE = Path(__file__).parents[3] / "deploy" / "kubernetes" / "watch-rbac.yaml"
 NVSENTINEL_ROLE = ROLE.with_name("watch-rbac-nvsentinel.yaml")
@@ -280,6 +272,40 @@ def test_an_answer_of_another_form_changes_nothing(fake: FakeKubernetes, key: st
         lambda call: Reply(status=200, text=text) if call.key.startswith(key) else fake.reply(call),
     )
     assert it.error and not it.changing and not fake.ended
+
+
+@pytest.fixture
+def crowd() -> FakeKubernetes:
+    """A RayCluster of 250 workers, each on a node of its own."""
+    it = FakeKubernetes()
+    it.cluster("ray", group(replicas=250))
+    for n in range(250):
+        worker(it, f"w-{n:03}", f"node-{n}")
+    return it
+
+
+def lists(it: Driven) -> list[HttpCall]:
+    return [c for c in it.calls if isinstance(c, HttpCall) and "pods?" in c.url]
+
+
+def test_the_pods_of_a_large_job_are_read_in_parts(crowd: FakeKubernetes) -> None:
+    """All of them in one answer would be several MiB."""
+    uids = [crowd.uid("w-249"), crowd.uid("w-001")]
+    it = run_ray(crowd, on_node(249))
+    assert it.done == "RayCluster ray deleted w-249" and len(lists(it)) == 3
+    assert all("limit=100" in c.url for c in lists(it))
+    it = drive(kubernetes(selector="ray.io/cluster=ray").replace(on_node(1)), crowd.reply)
+    assert it.done == "evicted w-001" and crowd.ended == uids
+
+
+def test_a_list_that_is_too_old_to_be_continued_is_read_again(crowd: FakeKubernetes) -> None:
+    crowd.expired = 2
+    it = run_ray(crowd, on_node(249))
+    assert it.done == "RayCluster ray deleted w-249" and len(lists(it)) == 2 + 2 + 3
+    crowd.expired = 1_000
+    it = run_ray(crowd, on_node(1))
+    assert "list the pods with ray.io/cluster=ray: status 410: The provided continue" in it.error and not it.changing
+    assert len(lists(it)) == 2 * TRIES_MAX
 
 
 # --- KubeRay ------------------------------------------------------------------------------------------------------
@@ -668,83 +694,6 @@ def test_a_server_that_answers_too_late_may_have_evicted_and_is_asked_again(
 def test_without_a_server_nothing_is_done(tmp_path: Path) -> None:
     it = drive(kubernetes(pod="{node}", api="http://127.0.0.1:9", token_path="").replace(in_pod()), make)
     assert "connection refused" in it.error.lower() and not it.changing
-
-
-# --- in the journal -----------------------------------------------------------------------------------------------
-
-
-class Watch:
-    """A journal with the lease of a watch, and plans for rollout/1 that are performed over HTTP."""
-
-    def __init__(self, folder: Path, target: Kubernetes) -> None:
-        self.clock, self.target = FakeClock(), target
-        self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
-        self.journal.set_desired(Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("rollout-1")))
-        self.members = [(2, member("rollout/1", "rollout-1"))]
-
-    def perform(self) -> ActionResult:
-        """By a watch that has just started."""
-        aim = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("rollout-1"))
-        plan = Plan(incident_id=IncidentId("inc-1-x"), action=A.REPLACE_NODE, targets=(aim,), because="it hangs")
-        lease = self.journal.acquire("watch", "me", 60.0)
-        assert lease is not None
-        actuator = ExternalActuator(
-            self.target, self.journal, lambda: self.members, self.clock, deadline_seconds=PATIENCE_SECONDS
-        )
-        results: list[ActionResult | None] = []
-        try:
-            eventually(lambda: results.append(actuator.perform(plan, lease)) or results[-1], "it has a result")
-        finally:
-            actuator.close()
-        assert results[-1] is not None
-        return results[-1]
-
-    def calls(self) -> list[tuple[str, int]]:
-        """(method and path, status) of the changing calls; -2: no reply is recorded."""
-        started = self.journal.events(kinds=[EventKind.CALL_STARTED])
-        replies = {
-            (e.key or "").replace(":reply:", ":call:"): e.as_(CallEnded).status
-            for e in self.journal.events(kinds=[EventKind.CALL_ENDED])
-        }
-        return [(e.as_(CallStarted).words, replies.get(e.key or "", -2)) for e in started]
-
-
-@pytest.fixture
-def watch(fake: FakeKubernetes, tmp_path: Path) -> Iterator[Watch]:
-    token = tmp_path / "token"
-    token.write_text("secret")
-    with served(fake, "secret") as url:
-        it = Watch(tmp_path, kubernetes(pod="{node}", api=url, token_path=str(token)))
-        yield it
-        it.journal.close()
-
-
-def test_the_journal_has_each_call_and_its_reply(fake: FakeKubernetes, watch: Watch) -> None:
-    uid = fake.uid("rollout-1")
-    result = watch.perform()
-    assert result.done and result.because == "evicted rollout-1; node node-1 is cordoned"
-    assert watch.calls() == [("cordon node node-1", 200), ("evict pod rollout-1", 201)] and fake.ended == [uid]
-
-
-def test_the_journal_has_what_was_refused(fake: FakeKubernetes, watch: Watch) -> None:
-    fake.forbidden = {"nodes"}
-    result = watch.perform()
-    assert not result.done and result.because == "read node node-1: status 403: forbidden" and not watch.calls()
-    fake.forbidden = {"pods/eviction"}
-    result = watch.perform()
-    assert not result.done and "pod rollout-1 was not evicted: status 403: forbidden; node node-1" in result.because
-    assert watch.calls() == [("cordon node node-1", 200), ("evict pod rollout-1", 403)] and not fake.ended
-
-
-def test_a_watch_that_takes_over_evicts_no_second_pod(fake: FakeKubernetes, watch: Watch) -> None:
-    """The first one died before it wrote how its action ended."""
-    uid = fake.uid("rollout-1")
-    assert watch.perform().done and fake.ended == [uid]
-    result = watch.perform()  # its processes are not known to have ended
-    assert result.done and "it started after it" in result.because and fake.ended == [uid]
-    watch.members = []
-    again = watch.perform()
-    assert again.done and again.because == "rollout/1#2 has ended" and fake.ended == [uid]
 
 
 # --- configuration and permissions --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.recovery.actuators.calls import NO_STATUS, NOT_STARTED, Call, CommandCall, Reply
 from rolecall.recovery.actuators.targets.slurm import Slurm
 from rolecall.recovery.actuators.targets.target import Order
-from tests.recovery.actuators.driving import BECAUSE, NOW, drive, member, order
+from tests.recovery.actuators.driving import BECAUSE, NOW, TOO_LATE, drive, member, order
 from tests.recovery.actuators.slurm_fake import FakeSlurm, Job
 
 A = ActionKind
@@ -246,6 +246,16 @@ def test_a_refusal_to_requeue_says_what_was_done_before(fake: FakeSlurm) -> None
     denied = Reply(status=1, text="Access/permission denied for job 12")
     it = drive(slurm().replace(asked(leave_node=True)), lambda c: denied if c.key == "requeue" else fake.reply(c))
     assert it.error.startswith("Slurm job 12 was not requeued: status 1: Access") and it.error.endswith("; n-1 drains")
+
+
+def test_a_job_that_does_not_end_in_time_says_what_was_done_before(fake: FakeSlurm) -> None:
+    it = drive(slurm().replace(asked(leave_node=True)), fake.reply, give_up="ended")
+    assert it.error == f"{TOO_LATE}; n-1 drains" and len(fake.ended) == 1
+
+
+def test_a_drained_node_has_ended_nothing(fake: FakeSlurm) -> None:
+    it = drive(slurm().replace(asked(leave_node=True)), fake.reply)
+    assert [c.prepares for c in it.calls if c.changes] == [True, False, False]
 
 
 def test_a_controller_that_does_not_answer_afterwards_is_asked_until_the_deadline(fake: FakeSlurm) -> None:

@@ -106,6 +106,7 @@ def test_a_secret_of_a_webhook_is_a_bearer_token() -> None:
         (_message(), "run-1:inc-1-trainer-1", "critical"),
         (_end(), "run-1:inc-1-trainer-1", "critical"),
         (_message(kind="plan_proposed"), "run-1:inc-1-trainer-1:plan", "warning"),
+        (_message(kind="plan_expired", resolved=True), "run-1:inc-1-trainer-1:plan", "warning"),
         (_message(incident_id="", facts={"topic": "watch"}), "run-1:watch:e7", "critical"),
         (_message(incident_id="", facts={"topic": "watch"}, seq=8), "run-1:watch:e8", "critical"),
         (_message(incident_id="", facts={"topic": "full_disk"}, seq=0), "run-1:full_disk:1700000000", "critical"),
@@ -131,6 +132,23 @@ def test_the_end_of_an_incident_resolves_the_alert_of_its_pages_and_that_of_its_
     assert [a["labels"] for a in closed] == [a["labels"] for a in fired]
     assert fired[0]["labels"] != fired[1]["labels"] and {a["endsAt"] for a in closed} == {AT_ISO}
     assert [len(bodies(form)) for form in (F.SLACK, F.WEBHOOK)] == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["plan_approved", "plan_rejected", "plan_expired"])
+def test_a_proposal_that_no_longer_waits_resolves_its_own_alert_and_is_no_message_elsewhere(kind: str) -> None:
+    ended = _message(kind=kind, resolved=True, because="plan approved by anna")
+    calls = {
+        form: calls_for(Target(format=form, url="https://x.example", secret="k"), ended) for form in F if form != F.AUTO
+    }
+    assert {form: len(sent) for form, sent in calls.items()} == {
+        F.WEBHOOK: 0, F.SLACK: 0, F.PAGERDUTY: 1, F.OPSGENIE: 1, F.ALERTMANAGER: 1
+    }  # fmt: skip
+    body = json.loads(calls[F.PAGERDUTY][0].body)
+    assert (body["event_action"], body["dedup_key"]) == ("resolve", "run-1:inc-1-trainer-1:plan")
+    assert ":plan/close" in unquote(calls[F.OPSGENIE][0].url)
+    (alert,) = json.loads(calls[F.ALERTMANAGER][0].body)
+    assert alert["labels"] == _sent(F.ALERTMANAGER, _message(kind="plan_proposed"))[0]["labels"]
+    assert alert["endsAt"] == AT_ISO
 
 
 def test_alertmanager_tells_pages_without_an_incident_apart() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -11,11 +13,13 @@ import pytest
 import torch
 
 from rolecall.core.errors import CheckpointCorrupt
+from rolecall.core.ids import process_start_ticks
 from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.rl_runtime.protocol.messages import first_commit
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.checkpoint import checkpoints_in, load, path_of, remove, save
 from rolecall.rl_runtime.trainer.state import META_FORMAT
+from tests.full_disk import small_disk
 
 
 def meta(position: int = 1) -> str:
@@ -68,14 +72,43 @@ def test_same_step_again_replaces_unless_it_is_of_an_earlier_assignment(tmp_path
     assert os.listdir(tmp_path) == ["step-00000005"]
 
 
-def test_what_an_ended_writer_left_behind_is_removed_and_nothing_younger(tmp_path: Path) -> None:
-    old, young = tmp_path / f"{checkpoint.UNFINISHED}00000001-7", tmp_path / f"{checkpoint.UNFINISHED}00000002-8"
-    for folder in (old, young):
+def test_what_an_ended_writer_left_behind_is_removed_and_nothing_younger_of_others(tmp_path: Path) -> None:
+    me, here = os.getpid(), socket.gethostname()
+    names = [
+        f"1@elsewhere@7@{me}",
+        f"2@elsewhere@8@{me}",
+        f"3@{here}@{me}@{process_start_ticks(me)}",
+        f"4@{here}@{me}@1",
+    ]
+    old, young, mine, reused = (tmp_path / f"{checkpoint.UNFINISHED}{name}" for name in names)
+    for folder in (old, young, mine, reused):
         folder.mkdir()
     past = young.stat().st_mtime - checkpoint.LEFT_BEHIND_SECONDS - 60
     os.utime(old, (past, past))
-    save(tmp_path, 5, tensors(1.0), META)
-    assert not old.exists() and young.exists()
+    made = save(tmp_path, 5, tensors(1.0), META)
+    assert set(tmp_path.iterdir()) == {young, mine, made}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from rolecall.rl_runtime.trainer import checkpoint
+
+checkpoint.sync = lambda _folder: os.kill(os.getpid(), signal.SIGKILL)
+checkpoint.save(Path(sys.argv[1]), 1, {"a": torch.zeros(1 << 19)}, sys.argv[2])
+"""
+
+
+def test_what_a_killed_writer_left_does_not_keep_the_next_one_from_its_room(tmp_path: Path) -> None:
+    """2 MiB each, on a disk of 3 MiB."""
+    with small_disk(tmp_path / "disk", size_kib=3 * 1024) as disk:
+        killed = subprocess.run([sys.executable, "-c", KILLED, str(disk.path), META], check=False, timeout=120)
+        assert killed.returncode == -signal.SIGKILL
+        [left] = disk.path.iterdir()
+        assert (left / "state.safetensors").stat().st_size > 1 << 21
+        made = save(disk.path, 2, {"a": torch.ones(1 << 19)}, META)
+        assert load(made).step == 2 and list(disk.path.iterdir()) == [made]
 
 
 FILES = ["state.safetensors", "commit.json", "meta.json"]
@@ -135,7 +168,7 @@ def test_a_kill_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: p
         pass
 
     save(tmp_path, 10, tensors(1.0), META)
-    effects = ["_write_tensors", "_synced", "_sync_folder", "_replace_folder"]
+    effects = ["write_tensors", "_synced", "sync", "_replace_folder"]
     calls = 0
 
     def dying(real: object, at: int) -> object:

@@ -260,3 +260,9 @@ def test_the_reference_policy_is_that_of_the_runs_beginning() -> None:
     assert take_step(heir, 3).health == take_step(first, 3).health
     assert same(heir.state.export()[0], first.state.export()[0])
     assert not any("reference" in name for name in first.state.export()[0])
+    other = alone(job.model_copy(update={"seed": job.seed + 1}), incarnation=3)  # as of a changed model folder
+    before = other.state.export()
+    with pytest.raises(ProofMismatch, match="trained with another reference policy: the model folder has changed"):
+        other.load_state(*first.state.export())
+    assert same(other.state.export()[0], before[0])
+    other.load_state(*alone(GRPO).state.export())  # the job's initial state, from a process without the objective

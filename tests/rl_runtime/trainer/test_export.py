@@ -1,6 +1,7 @@
 """`rolecall export`: the newest checkpoint as a folder that transformers loads, whole or not at all."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -21,10 +22,11 @@ from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.checkpoint import save
-from rolecall.rl_runtime.trainer.export import DTYPES, export_model
+from rolecall.rl_runtime.trainer.export import DTYPES, FILES, export_model
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.state import first_state
 from tests.e2e.runs import command
+from tests.full_disk import small_disk
 from tests.rl_runtime.chat_model import write_chat_model
 
 TOKENS = torch.tensor([[1, 3, 6, 10, 11]])
@@ -141,6 +143,32 @@ def test_without_a_checkpoint_or_a_place_nothing_is_left(run: RunDir, tmp_path: 
     with pytest.raises(ConfigError, match="run mine has no checkpoint to export; passed over: "):
         export_model(run, tmp_path / "out", "float32")
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_disk_without_room_for_the_weights_is_named_and_nothing_is_left(run: RunDir, tmp_path: Path) -> None:
+    others = [path.stat().st_size for path in (run.path / "model").iterdir() if path.suffix in FILES]
+    with small_disk(tmp_path / "disk", size_kib=sum(others) // 1024 + 4 * (len(others) + 4)) as disk:
+        with pytest.raises(ConfigError, match=r"--out: .*serializ.*No space left"):
+            export_model(run, disk.path / "out")
+        assert not list(disk.path.iterdir())
+
+
+def test_every_file_is_on_disk_before_the_folder_appears(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", os.fsync
+    synced: list[tuple[Path, bool]] = []
+
+    def fsync(fd: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{fd}").readlink(), out.exists()))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    export_model(run, out)
+    *before, last = synced
+    work = before[-1][0]
+    assert {path for path, _ in before} == {work, *(work / path.name for path in out.iterdir())}
+    assert not any(is_there for _, is_there in before) and last == (tmp_path, True)
 
 
 @pytest.mark.engine

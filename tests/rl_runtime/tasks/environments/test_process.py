@@ -1,5 +1,6 @@
 """The child process of environments: live ones, replays, and whatever the user's code does is never an observation."""
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,14 @@ from rolecall.core.config.data import EnvironmentConfig
 from rolecall.core.errors import ConfigError, EnvironmentFailed
 from rolecall.rl_runtime.tasks import user_process
 from rolecall.rl_runtime.tasks.environments.interface import Step
-from rolecall.rl_runtime.tasks.environments.process import EnvironmentProcess, Played, Script, load_environment
+from rolecall.rl_runtime.tasks.environments.process import (
+    IDLE_SECONDS,
+    EnvironmentProcess,
+    Played,
+    Script,
+    _Player,
+    load_environment,
+)
 from tests.support import eventually
 
 GAMES = """
@@ -56,6 +64,14 @@ class Plain:
 
     def step(self, response):
         return Step(f"{response} {','.join(self.given)}")
+
+class Board:
+    def reset(self, metadata):
+        self.cells = metadata["cells"]
+
+    def step(self, response):
+        self.cells.append(response)
+        return Step(" ".join(self.cells))
 
 class Strange(Plain):
     def reset(self, prompts):
@@ -242,6 +258,45 @@ def test_an_environment_is_closed_once_its_conversation_is_scored_or_failed(tmp_
         assert isinstance(again, Played), "it is replayed when it is needed again"
     finally:
         process.close()
+
+
+def test_what_an_environment_changes_of_its_row_the_others_of_the_group_do_not_see(file: Path) -> None:
+    process = EnvironmentProcess(EnvironmentConfig(factory=f"{file}:Board"))
+    shared = {"metadata": {"cells": ["x"]}}
+    try:
+        played = process.play([Script(key=key, arguments=shared, responses=(key,)) for key in ("a", "b")])
+        assert [seen(p) for p in played] == [["x a"], ["x b"]]
+    finally:
+        process.close()
+
+
+def test_an_environment_that_nobody_needs_any_more_ends() -> None:
+    closed: list[str] = []
+
+    class Closing:
+        def reset(self, prompt: str) -> None:
+            self.prompt = prompt
+
+        def step(self, response: str) -> Step:
+            return Step(response)
+
+        def close(self) -> None:
+            closed.append(self.prompt)
+
+    now = 0.0
+    player = _Player(Closing, ["prompt"], lambda: None, lambda: now)
+
+    async def play(*keys: str) -> None:
+        for key in keys:
+            await player.play(script("ab", key=key, prompt=key), 1.0)
+        await player.end([])
+
+    asyncio.run(play("dropped", "scored later"))
+    now = IDLE_SECONDS - 1
+    asyncio.run(play("scored later"))
+    now = IDLE_SECONDS + 1
+    asyncio.run(play("new"))
+    assert closed == ["dropped"]
 
 
 SLOW = """

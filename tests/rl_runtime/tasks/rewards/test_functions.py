@@ -88,6 +88,14 @@ def test_functions_get_what_they_name(function: Callable[..., Any], rewards: lis
         ("-3.50", "-3.5", 1.0),
         ("\N{MINUS SIGN}5", "-5", 1.0),
         ("5", "\N{MINUS SIGN}5", 0.0),
+        (".5", "0.5", 1.0),
+        ("0.5", ".5", 1.0),
+        ("-.5", "-0.5", 1.0),
+        ("5", ".5", 0.0),
+        ("1e-3", "0.001", 1.0),
+        ("option-5", "5", 1.0),
+        ("the end.5", "5", 1.0),
+        ("1.2.3", "3", 1.0),
     ],
 )
 def test_the_last_numbers_are_compared(response: str, answer: Any, reward: float) -> None:

@@ -34,6 +34,10 @@ def score(response):
     if response == "leave":
         sys.exit(5)
     return len(response)
+
+def tests_passed(response, metadata):
+    metadata["tests"].pop()
+    return len(metadata["tests"])
 """
 
 
@@ -127,3 +131,14 @@ def test_a_function_that_cannot_be_imported_is_reported_with_its_reason(tmp_path
     file.write_text("import nothing_of_this_name\n")
     with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ModuleNotFoundError: .*nothing_of_this_name"):
         RewardProcess(RewardConfig(function=f"{file}:score")).start()
+
+
+def test_what_a_function_changes_of_one_sample_the_others_of_the_group_do_not_see(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    shared = {"tests": [1, 2, 3]}
+    group = [Answer(prompt="p", response="r", answer=None, metadata=shared) for _ in range(2)]
+    process = RewardProcess(RewardConfig(function=f"{tmp_path / 'rewards.py'}:tests_passed"))
+    try:
+        assert process.score(group) == [2.0, 2.0]
+    finally:
+        process.close()

@@ -46,7 +46,7 @@ class Situation:
     paused: str | None = None
     stopping: str | None = None
     ended: str | None = None  # why the run is over
-    begun: bool = False  # during a pause: a call of the action was made, so that it must not stay half done
+    begun: bool = False  # in a pause or mode observe: a call of the action was made, so it must not stay half done
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
     waiting: frozenset[str] = frozenset()  # replicas that are healthy and have no work

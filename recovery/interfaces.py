@@ -40,6 +40,9 @@ class Detector(Protocol):
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this one are being replaced: their end is no fault."""
 
+    def unforget(self, replica: str, incarnation: int) -> None:
+        """This incarnation of `replica` runs on: it was not replaced."""
+
     def loads(self) -> Mapping[str, ReplicaLoad]:
         """Replica -> what its newest samples show that it holds and has."""
 

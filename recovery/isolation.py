@@ -13,7 +13,7 @@ Evidence matters less than recovery: whatever its collector raises, the loop con
 
 import json
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -188,12 +188,14 @@ class FaultTolerantDetector:
             logger.exception("the detector failed to tell which processes are left")
             return True
 
-    def forget_replaced(self, fleet: FleetView) -> None:
-        """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on
-        purpose."""
+    def forget_replaced(self, fleet: FleetView, ending: Collection[str]) -> None:
+        """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on purpose.
+        And about what runs on, since an action that was to end it failed. `ending`: replicas that may still end."""
         for view in fleet.replicas:
             if view.desired_incarnation > self._forgotten.get(view.replica, 1):
                 self.forget(view.replica, view.desired_incarnation)
+            elif view.living and view.replica not in ending:
+                self._unforget(view.replica, view.desired_incarnation)
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         self._forgotten[replica] = below_incarnation
@@ -202,6 +204,14 @@ class FaultTolerantDetector:
         except Exception:
             # Deliberate: recovery continues; a diagnosis of an old incarnation has no effect.
             logger.exception("the detector failed to forget %s", replica)
+
+    def _unforget(self, replica: str, incarnation: int) -> None:
+        self._forgotten[replica] = incarnation
+        try:
+            self._detector.unforget(replica, incarnation)
+        except Exception:
+            # Deliberate: as above.
+            logger.exception("the detector failed to watch %s again", replica)
 
     def loads(self) -> Mapping[str, ReplicaLoad]:
         """What the replicas hold and have; empty if the detector fails."""

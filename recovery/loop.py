@@ -50,6 +50,7 @@ from rolecall.recovery.borrowing import comebacks
 from rolecall.recovery.fleet_view import FleetView, RunPlaces, fleet_view
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import (
+    UNDER_REPAIR,
     WINDOW_NAME,
     ActionFailure,
     Incident,
@@ -106,6 +107,9 @@ UNAVAILABLE_TICKS_MAX = 300
 """The same for a journal that cannot be used (a full disk, a server that restarts), at least 150 s: a new process would
 have the same journal and would have forgotten what the detectors have seen. A run waits 120 s for it."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
+LATE_EXIT_SECONDS = 60.0
+"""What an action was to end and still runs so long after its incident runs on. Until then its end would be no fault:
+systems give processes time to end, 30 s as a rule, and agents of a large fleet are asked every 10 s."""
 REDISCOVERY_SECONDS = 60.0
 """The absence of a diagnosis that an earlier watch made says nothing for this long, unless its plan was performed: the
 detectors of a restarted watch need up to 33 s for a slow replica."""
@@ -226,7 +230,7 @@ class Watch:
                 self._projection.refresh(self._journal)
                 fleet = self._fleet()
                 stopping = self._journal.flag(STOP_FLAG) is not None or self._projection.ended is not None
-            self._detector.forget_replaced(fleet)
+            self._detector.forget_replaced(fleet, self._ending())
             if not held:
                 return
             found = self._triage_all(diagnoses, stopping)
@@ -425,6 +429,7 @@ class Watch:
                 committed_seq=self._committed_seq() if incident.state is IncidentState.OPEN else 0,
                 returned_seq=returned_nodes(self._journal),
                 loads=self._detector.loads() if incident.state is IncidentState.OPEN else None,
+                progress=situation.progress,
             )
             move = next_step(incident, situation, policy_input)
             if move is None:
@@ -519,6 +524,18 @@ class Watch:
         for target in (*plan.targets, *plan.also_ends):
             self._detector.forget(target.replica, target.incarnation + 1)
 
+    def _ending(self) -> set[str]:
+        """Replicas that an action ends, or that may end because of one though it failed."""
+        now = self._time.now()
+        return {
+            replica
+            for incident in self._projection.incidents.values()
+            if incident.state in UNDER_REPAIR or now - (incident.closed_at or 0.0) < LATE_EXIT_SECONDS
+            for attempt in incident.attempts
+            if attempt.started_at is not None
+            for replica in attempt.plan.ends
+        }
+
     def _resume_lenders(self) -> None:
         """Starts replicas again that had lent their nodes, once nodes are free. A plan that lends a node lends it until
         then: that needs no second approval."""
@@ -549,7 +566,9 @@ class Watch:
             config=config,
             incidents=tuple(self._projection.incidents.values()),
             paused=paused,
-            begun=paused is not None and incident.state is IncidentState.ACTING and self._has_begun(incident),
+            begun=(paused is not None or observing)
+            and incident.state is IncidentState.ACTING
+            and self._has_begun(incident),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
             absent_seconds=max(0.0, min([watched_seconds, open_seconds, *stood])),

@@ -55,6 +55,8 @@ BY_WATCH = "watch"
 """`by` of an automatic quarantine."""
 UPDATE_TOPIC = "update"
 """Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
+FAILED_TOPIC = "failed"
+"""Topic of its page when an action that was begun in another mode has failed."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -91,12 +93,13 @@ Move = Append | Decide | Perform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`resolved`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall
-    seconds."""
+    """`resolved`, or `failure`, or `incomplete` (what ended besides the targets is not back in time), or none of these
+    yet. `serving_at`: when the last replacement began to serve, wall seconds."""
 
     because: str
     resolved: bool = False
     failure: ActionFailure | None = None
+    incomplete: bool = False
     serving_at: float = 0.0
 
 
@@ -196,7 +199,10 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
     begins |= attempt.plan.action is ActionKind.END_ORPHAN
-    if begins and ((situation.paused is not None and not situation.begun) or situation.observing):
+    if begins and situation.begun and situation.observing:
+        because = f"it was begun, and is left half done because mode is observe: {attempt.plan.words}"
+        return failed(incident, attempt, ActionFailure.REFUSED, because)
+    if begins and not situation.begun and (situation.paused is not None or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
 
@@ -214,6 +220,7 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         attempt.plan,
         fleet=situation.fleet,
         progress=situation.progress,
+        besides=_ended_besides(incident, attempt.plan) if situation.fleet.places.scheduled else (),
         waiting=situation.waiting,
         own_faults=situation.worked - incident.at_fault(attempt.plan),
         done_at=attempt.done_at or situation.now,
@@ -225,9 +232,22 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _about(incident, attempt, "verified", verified)
     if situation.ended is not None:
         return _close(incident, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {situation.ended}")
+    if seen.incomplete:
+        # One more end of the targets would not bring it back.
+        return _escalate(incident, "not_back", f"{attempt.plan.words}: {seen.because}", situation)
     if seen.failure is not None:
         return failed(incident, attempt, seen.failure, seen.because)
     return None
+
+
+def _ended_besides(incident: Incident, plan: Plan) -> list[tuple[str, int, int]]:
+    """(replica, incarnation, least) of all that has to serve besides the targets: what ended with them, now or in
+    earlier attempts, and other targets of those. `least`: the incarnation that will do at the timeout: where it is not
+    known what ends too, all that may is named, and some of it runs on."""
+    made = [a.plan for a in incident.attempts if a.started_at is not None and a.failure is not ActionFailure.REFUSED]
+    found = {str(t.replica): (t.incarnation + 1, t.incarnation) for p in made for t in p.also_ends}
+    found |= {str(t.replica): (t.incarnation + 1, t.incarnation + 1) for p in made for t in p.targets}
+    return [(r, *wanted) for r, wanted in sorted(found.items()) if r not in {t.replica for t in plan.targets}]
 
 
 def _orphan_gone(incident: Incident, attempt: Attempt, situation: Situation) -> Append | None:
@@ -272,9 +292,13 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
     if not verdict.page_oncall:
         return None
     because = f"{incident.diagnosis.because}; {verdict.because}"
+    topic = verdict.guard
     # Nobody acts on a job that rolecall only observes but the one who was paged: what was found since is for them.
-    known_better = situation.observing and verdict.guard in incident.page_topics and _decided_since(incident)
-    return _page_oncall(incident, UPDATE_TOPIC if known_better else verdict.guard, because, situation)
+    if situation.observing and incident.failures:
+        topic = FAILED_TOPIC
+    elif situation.observing and topic in incident.page_topics and _decided_since(incident):
+        topic = UPDATE_TOPIC
+    return _page_oncall(incident, topic, because, situation)
 
 
 def _decided_since(incident: Incident) -> bool:
@@ -403,6 +427,7 @@ def verify(
     done_at: float,
     now: float,
     verification_timeout_seconds: float,
+    besides: Collection[tuple[str, int, int]] = (),
     waiting: frozenset[str] = frozenset(),
     own_faults: frozenset[str] = frozenset(),
 ) -> Verification:
@@ -414,7 +439,8 @@ def verify(
     wait for the end of a long step, `JOIN_FACTOR` times as long. So may a standby that starts: nobody waits for it, and
     the runtime and the detectors end a start that takes too long; and a replica of a job that rolecall did not start:
     nobody has proved there that it serves, only its work shows it. `own_faults`: healthy replicas that a restart took
-    down and that have worked since: the end of one is not the restart's failure.
+    down and that have worked since: the end of one is not the restart's failure. `besides`: as of
+    `_ended_besides`; whether that works is another diagnosis.
     """
     timed_out = now - done_at > verification_timeout_seconds
     too_late = now - done_at > JOIN_FACTOR * verification_timeout_seconds
@@ -456,9 +482,18 @@ def verify(
             all_join &= progressing or (waits and fleet.places.scheduled)
             (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
-    if not missing:
+    not_back = [
+        f"{replica}#{wanted}, which was ended too, is not back"
+        for replica, wanted, least in besides
+        if (view := fleet.find(replica)) is None
+        or view.incarnation < (least if timed_out else wanted)
+        or view.state is not ReplicaState.SERVING
+    ]
+    if not missing and not not_back:
         return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
-    because = f"after {now - done_at:.1f} s " + "; ".join(missing)
+    because = f"after {now - done_at:.1f} s " + "; ".join([*missing, *not_back])
+    if not_back:
+        return Verification(because=because, incomplete=timed_out)
     failed_to_work = timed_out and (too_late or not all_join)
     return Verification(because=because, failure=ActionFailure.NO_PROGRESS if failed_to_work else None)
 

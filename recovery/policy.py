@@ -101,6 +101,7 @@ class PolicyInput:
     )
     loads: Mapping[str, ReplicaLoad] = field(default_factory=dict)  # replica -> what it holds and has
     busy: frozenset[str] = frozenset()  # replicas that other open incidents concern
+    working: frozenset[str] = frozenset()  # replicas whose replacement by this incident makes progress
 
     @property
     def performable(self) -> frozenset[ActionKind]:
@@ -127,6 +128,7 @@ class PolicyInput:
             "commits_since": self.commits_since,
             "loads": {replica: asdict(load) for replica, load in sorted(self.loads.items())},
             "busy": sorted(self.busy),
+            "working": sorted(self.working),
         }
 
     @classmethod
@@ -144,6 +146,7 @@ class PolicyInput:
             commits_since=body.get("commits_since", False),
             loads={replica: ReplicaLoad.from_dict(load) for replica, load in body.get("loads", {}).items()},
             busy=frozenset(body.get("busy", ())),
+            working=frozenset(body.get("working", ())),
         )
 
 
@@ -170,10 +173,11 @@ def question(
     committed_seq: int = 0,
     returned_seq: Mapping[str, int] | None = None,
     loads: Mapping[str, ReplicaLoad] | None = None,
+    progress: Mapping[str, tuple[bool, str]] | None = None,
 ) -> PolicyInput:
     """The input of `decide` for an incident. `committed_seq`: journal line of the newest committed step; 0: there is
-    none. `returned_seq`: as of `lost_nodes`."""
-    known = list(incidents)
+    none. `returned_seq`: as of `lost_nodes`. `progress`: as of `Situation`."""
+    known, seen = list(incidents), progress or {}
     failures = incident.failures
     # A step that was in progress when the fault began may still be committed: it does not show that the job works.
     began_seq = (failures[-1].started_seq if failures else 0) or incident.opened_seq
@@ -202,6 +206,7 @@ def question(
         commits_since=committed_seq > began_seq,
         loads=loads or {},
         busy=busy_replicas(known, incident.incident_id),
+        working=frozenset(r for r in incident.touched if r in seen and seen[r][0]),
     )
 
 
@@ -234,7 +239,8 @@ def decide(facts: PolicyInput) -> PolicyDecision:
         return decision
     # Nothing can act on this job. What is worth an action is worth a call, with what the engineer can do.
     needed = decision.page_oncall or decision.plan.action is not ActionKind.TOLERATE
-    return _nothing(facts, f"{WATCHED}: {what_to_do(facts.diagnosis)}", page=needed)
+    failed = "".join(f"{p.because}; " for p in facts.past[-1:])
+    return _nothing(facts, f"{WATCHED}: {failed}{what_to_do(facts.diagnosis)}", page=needed)
 
 
 def _of_class(facts: PolicyInput) -> PolicyDecision:
@@ -415,6 +421,13 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
         if p.failure is not ActionFailure.REFUSED
         for t in p.targets
     }
+    last = facts.past[-1].failure if facts.past else None
+    # There nothing but its process shows that a replacement was started, and nothing but its work that it serves.
+    unproven = last is ActionFailure.NO_PROGRESS and facts.fleet.places.scheduled
+    for target in facts.past[-1].targets if unproven else ():
+        view = facts.fleet.find(target.replica)
+        if view is None or view.desired_incarnation <= target.incarnation:
+            return (), f"{target.replica}#{target.incarnation + 1} was never seen: {facts.past[-1].because}"
     found: dict[str, PlanTarget] = {}
     why_not = "the evidence names no replica"
     for suspect in facts.diagnosis.suspects:
@@ -436,15 +449,16 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
             why_not = f"{replica} has lent its node and does not run"
         elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY
-        elif seen.desired_incarnation < incarnation_now and facts.fleet.places.scheduled and facts.past:
-            why_not = f"{replica}#{incarnation_now} was never seen: {facts.past[-1].because}"
         elif seen.desired_incarnation < incarnation_now:
             why_not = f"{replica}#{incarnation_now} is named, but the newest incarnation is #{seen.desired_incarnation}"
         else:
             # On a retry the fleet shows the replacement's node, which is the relevant one.
             node = seen.node if facts.past or not suspect.node else suspect.node
             found[replica] = PlanTarget(replica=seen.replica, incarnation=incarnation_now, node=node)
-    if facts.past and facts.past[-1].failure is ActionFailure.DIED:
+    if unproven and found:
+        found = {r: t for r, t in found.items() if r not in facts.working}
+        why_not = why_not if found else _REPLACED_ALREADY
+    if last is ActionFailure.DIED:
         # Of several replacements only the dead ones are replaced again.
         dead = {r: t for r, t in found.items() if (v := facts.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found

@@ -143,6 +143,10 @@ class LiveDetector:
             if not any(s.replica == replica and (s.incarnation or 0) < below_incarnation for s in d.suspects)
         }
 
+    def unforget(self, replica: str, incarnation: int) -> None:
+        """Watches this incarnation of `replica` again, which was not replaced. Its faults are as old as they are."""
+        self._fleet.unforget(replica, incarnation)
+
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether this replica has recovered: it runs at this incarnation or later and has finished work.
 

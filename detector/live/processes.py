@@ -1,7 +1,8 @@
 """All monitored processes: one `MonitoredProcess` per (replica, rank, incarnation), updated from samples and events.
 
 It resolves identities: a newer incarnation closes the older one, a promoted standby is the same process under another
-name, incarnations forgotten by recovery stay forgotten. It makes no findings. All times come from the observation.
+name, incarnations forgotten by recovery stay forgotten until it says otherwise. It makes no findings. All times come
+from the observation.
 
 A watcher of a thousand nodes has sixteen thousand processes and several polls per second: a lookup per sample or per
 poll must not scan all of them (`ProcessIndex`, docs/decisions/0021).
@@ -243,6 +244,10 @@ class MonitoredProcesses:
         self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
         self._close_older(replica, below_incarnation, now)
 
+    def unforget(self, replica: str, incarnation: int) -> None:
+        """This incarnation was not replaced: its next sample opens it again."""
+        self.forgotten[replica] = min(incarnation, self.forgotten.get(replica, 0))
+
     def wall_of(self, event: AgentEvent) -> float:
         """When it happened, by the watcher's clock."""
         return event.wall_at + self.offsets.get(event.node, 0.0)
@@ -320,8 +325,11 @@ class MonitoredProcesses:
             sample = replace(sample, proc_state="?")
         if not sample.alive and self._is_succeeded((sample.replica, sample.rank, sample.incarnation), sample.process):
             return
-        subject = self._find(sample, now)
-        if subject is None or subject.gone:
+        # What is forgotten and runs is followed unseen, so that nothing is missing if it is watched again.
+        forgotten = sample.incarnation < self.forgotten.get(sample.replica, 0)
+        place = sample.replica, sample.rank, sample.incarnation
+        subject = self._closed.get(place) if forgotten else self._find(sample, now)
+        if subject is None or subject.gone or subject.process != sample.process:
             return
         self.changes(subject)
         subject.offset_seconds = self.offsets.get(subject.node, 0.0)
@@ -330,19 +338,21 @@ class MonitoredProcesses:
             if not subject.closed_wall:
                 self._dead[subject.key] = subject
             return
-        if subject.closed_wall and self.by_process.get(sample.process) == subject.key:
-            # It had vanished, or its node had left the list, and is back.
+        if subject.closed_wall and not forgotten and self.by_process.get(sample.process) == subject.key:
+            # It had vanished, or its node had left the list, and is back; or it was forgotten, and not replaced.
             subject.closed_wall = 0.0
             del self._closed[subject.key]
             self.roster.add(subject)
         previous, subject.sample = subject.sample, sample
         subject.seen_wall = now
-        self.sampled.append(subject)
+        if not forgotten:
+            self.sampled.append(subject)
         if previous is None or is_instrumented(previous) != is_instrumented(sample):
             first(subject, sample)
             self._unpaged_of = -1  # it is now known whether it writes a page
         elif sample.at > previous.at:
-            advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
+            learns = not forgotten and subject.key not in self.quiet
+            advance(subject, previous, sample, self.gaps if learns else None, now)
 
     def _is_succeeded(self, place: Key, process: ProcessId) -> bool:
         """Whether another process already has this key: processes not started by rolecall share an incarnation."""
@@ -464,7 +474,7 @@ class MonitoredProcesses:
         for subject in list(self.roster.gone.values()):
             if subject.incarnation == UNCOUNTED and now - subject.exit_wall >= UNCOUNTED_GONE_SECONDS:
                 self._close(subject, now)  # no event reports its replacement
-        old = [subject for subject in self._closed.values() if now - subject.closed_wall > CLOSED_SECONDS]
+        old = [s for s in self._closed.values() if now - max(s.closed_wall, s.seen_wall) > CLOSED_SECONDS]
         for subject in old:
             self.changes(subject)
             del self.subjects[subject.key], self._closed[subject.key]

@@ -215,6 +215,9 @@ class FakeDetector:
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))
 
+    def unforget(self, replica: str, incarnation: int) -> None:
+        self.forgotten = [(r, below) for r, below in self.forgotten if r != replica or below <= incarnation]
+
     def loads(self) -> Mapping[str, ReplicaLoad]:
         return self.known_loads
 

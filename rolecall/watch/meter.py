@@ -68,7 +68,8 @@ class MeteredDetector:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
         self.progressing, self.waits, self.has_worked = detector.progressing, detector.waits, detector.has_worked
         self.fate, self.survives = detector.fate, detector.survives
-        self.forget, self.window, self.loads = detector.forget, detector.window, detector.loads
+        self.forget, self.unforget = detector.forget, detector.unforget
+        self.window, self.loads = detector.window, detector.loads
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
         meter = self._meter

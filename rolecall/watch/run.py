@@ -160,7 +160,7 @@ class _PersistentDetector:
         passed_on = self._detector
         self.processes, self.progressing = passed_on.processes, passed_on.progressing
         self.waits, self.has_worked = passed_on.waits, passed_on.has_worked
-        self.fate, self.forget = passed_on.fate, passed_on.forget
+        self.fate, self.forget, self.unforget = passed_on.fate, passed_on.forget, passed_on.unforget
         self.window, self.loads = passed_on.window, passed_on.loads
 
     def survives(self, role: str, since: float) -> bool:

@@ -1,24 +1,20 @@
 """The loop on a fake fleet: one fault, one cure; modes; pauses; two watches; faults during cures."""
 
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, Plan, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads.recovery import CallStarted, PlanApproved
+from rolecall.core.journal.payloads.recovery import PlanApproved
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.actuators.base import ActionResult
-from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
 from rolecall.recovery.loop import Watch
-from rolecall.testing.recovery_world import FLEET, FakeSource, diagnosis
+from rolecall.testing.recovery_world import FLEET, diagnosis
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import TICK_SECONDS, World
@@ -616,64 +612,3 @@ def test_a_restart_of_the_job_waits_for_its_approval(tmp_path: Path) -> None:
     proposed, approved, closed = ((m.kind, m.resolved, m.because) for m in world.notifier.messages)
     assert proposed[:2] == ("plan_proposed", False) and closed[:2] == ("incident_closed", True)
     assert approved == ("plan_approved", True, "plan approved by bob")
-
-
-class TwoTicks(RayRuntime):
-    """Takes two ticks for an action. `calls`: the first one makes a call to another system."""
-
-    def __init__(self, journal: Journal, *, calls: bool) -> None:
-        super().__init__(journal)
-        self._calls, self.num_performed = calls, 0
-
-    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
-        self.num_performed += 1
-        if self.num_performed > 1:
-            return super().perform(plan, lease, lost_nodes)
-        if self._calls:
-            made = CallStarted(actuator=self.name, call="suspend it", words="suspend it")
-            key = f"{plan.incident_id}:call:{plan.digest}:rollout/1:suspend"
-            self._journal.append(made, incident_id=plan.incident_id, key=key, lease=lease)
-        return None  # type: ignore[return-value]  # as of an actuator that waits
-
-
-@pytest.mark.parametrize("calls", [True, False])
-def test_a_pause_leaves_no_action_half_done_and_begins_none(world: World, calls: bool) -> None:
-    actuator = TwoTicks(world.journal, calls=calls)
-    watch = Watch(
-        *(world.journal, FakeSource(world.clock), world.detector, actuator, world.config, world.notifier, world.clock),
-        "host:1:1",
-    )
-    world.run(2, watch)
-    world.runtime.inject("rollout/1", FaultClass.CRASH)
-    world.until(lambda: actuator.num_performed, watch)
-    world.journal.set_flag("paused", "bob: a look")
-    world.run(5, watch)
-    assert (world.desired("rollout/1") == 2) is calls
-    world.journal.set_flag("paused", None)
-    world.until(world.all_closed, watch)
-    assert world.only().outcome is IncidentOutcome.RESOLVED
-
-
-class Scheduled(TwoTicks):
-    """Of a job that rolecall did not start: refuses in the second tick."""
-
-    schedules = True
-
-    def perform(self, plan: Plan, lease: Lease, lost_nodes: Collection[str] = ()) -> ActionResult:
-        if self.num_performed:
-            return ActionResult(done=False, because="status 403")
-        return super().perform(plan, lease, lost_nodes)
-
-
-@pytest.mark.parametrize("calls", [True, False])
-def test_a_replica_whose_action_was_refused_before_any_call_is_still_watched(world: World, calls: bool) -> None:
-    actuator = Scheduled(world.journal, calls=calls)
-    watch = Watch(
-        *(world.journal, FakeSource(world.clock), world.detector, actuator, world.config, world.notifier, world.clock),
-        "host:1:1",
-    )
-    world.run(2, watch)
-    world.runtime.inject("rollout/1", FaultClass.CRASH)
-    world.until(world.all_closed, watch)
-    assert world.only().outcome is IncidentOutcome.ESCALATED and "status 403" in world.only().because
-    assert (("rollout/1", 2) in world.detector.forgotten) is calls

@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet_view import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import (
     OPERATOR,
@@ -385,7 +385,6 @@ def test_a_pause_holds_an_approved_plan_and_is_recorded_once() -> None:
         (fleet(), {"config": {"mode": "observe"}}, False),
         (fleet(rollout_1=2), {"paused": "by me"}, True),  # it has happened: repeating it is without effect
         (fleet(), {"paused": "by me", "begun": True}, True),  # of several calls some were made
-        (fleet(), {"config": {"mode": "observe"}, "begun": True}, False),
     ],
 )
 def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(
@@ -393,6 +392,17 @@ def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(
 ) -> None:
     move = _move(_incident(S.ACTING, _attempt(started_at=NOW - 1)), view=view, **situation)
     assert isinstance(move, Perform) is performs and (performs or move is None)
+
+
+def test_an_action_that_mode_observe_leaves_half_done_has_failed() -> None:
+    acting = _incident(S.ACTING, _attempt(started_at=NOW - 1))
+    move = _move(acting, begun=True, config={"mode": "observe"})
+    assert _said(move) == (K.ACTION_FAILED, "refused")
+    assert isinstance(move, Append) and "left half done" in move.payload.because
+    refused = _attempt(started_at=NOW - 1, failure=ActionFailure.REFUSED)
+    told = _attempt(A.TOLERATE, page_oncall=True, held_by=frozenset({"mode"}))
+    observed_before = _incident(S.PLANNED, refused, told, page_topics=frozenset({"mode"}))
+    assert _said(_move(observed_before, config={"mode": "observe"})) == (K.ONCALL_PAGED, "failed")
 
 
 def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begun() -> None:
@@ -438,6 +448,61 @@ def test_after_a_start_that_took_too_long_the_next_one_gets_more_time(past: tupl
         i = replace(_incident(S.VERIFYING, now), attempts=(*attempts, now))
         move = _move(i, view=_row(2, R.STARTING), config={"verification_timeout_seconds": 20.0})
         assert (move is not None and _said(move) == (K.ACTION_FAILED, "no_progress")) is over
+
+
+def _with_second(second: ReplicaView) -> FleetView:
+    """A job of another scheduler, rollout/1#2 and another one."""
+    return FleetView(replicas=(*_row(2, R.SERVING).replicas, second), places=RunPlaces(scheduled=True))
+
+
+SECOND = PlanTarget(replica=ReplicaId("rollout/2"), incarnation=1, node=NodeId("node-4"))
+BACK = replace(_row(2, R.SERVING).replicas[0], replica=SECOND.replica)
+STOPPED = replace(_row(1, R.STOPPED).replicas[0], replica=SECOND.replica)
+RUNS_ON = replace(STOPPED, state=R.SERVING)
+
+
+@pytest.mark.parametrize(
+    ("second", "progress", "seconds", "said"),
+    [
+        (BACK, WORKS, 1, (K.INCIDENT_VERIFIED, "")),
+        (STOPPED, WORKS, 1, None),
+        (STOPPED, WORKS, 21, (K.ONCALL_PAGED, "not_back")),
+        (STOPPED, STILL, 21, (K.ONCALL_PAGED, "not_back")),  # it may wait for the other one
+        (BACK, STILL, 21, (K.ACTION_FAILED, "no_progress")),
+    ],
+)
+@pytest.mark.parametrize("ended_by", ["this attempt", "an earlier one"])
+def test_what_else_an_action_has_ended_has_to_be_back(
+    ended_by: str, second: ReplicaView, progress: dict[str, Any], seconds: float, said: tuple[EventKind, str] | None
+) -> None:
+    now = _attempt(started_at=NOW - seconds, done_at=NOW - seconds)
+    past: tuple[Attempt, ...] = ()
+    if ended_by == "this attempt":
+        now = replace(now, plan=replace(now.plan, also_ends=(SECOND,)))
+    else:  # of its two replacements only that of rollout/1 has died
+        both = replace(now.plan, targets=(TARGET, SECOND))
+        past = (_attempt(plan=both, started_at=NOW - 99, failure=ActionFailure.DIED),)
+    i = _incident(S.VERIFYING, *past, now)
+    situation = {"view": _with_second(second), "progress": progress, "config": {"verification_timeout_seconds": 20.0}}
+    move = _move(i, **situation)
+    assert move is None if said is None else _said(move) == said
+    if said == (K.ONCALL_PAGED, "not_back"):
+        assert isinstance(move, Append) and "rollout/2#2, which was ended too, is not back" in move.payload.because
+        assert _said(_move(replace(i, page_topics=frozenset({"not_back"})), **situation)) == (
+            K.INCIDENT_CLOSED,
+            "escalated",
+        )
+
+
+@pytest.mark.parametrize(("seconds", "resolved"), [(1, False), (21, True)])
+def test_what_may_have_ended_with_the_target_and_runs_on_delays_the_end_and_pages_nobody(
+    seconds: int, resolved: bool
+) -> None:
+    now = _attempt(started_at=NOW - seconds, done_at=NOW - seconds)
+    i = _incident(S.VERIFYING, replace(now, plan=replace(now.plan, also_ends=(SECOND,))))
+    config = {"verification_timeout_seconds": 20.0}
+    move = _move(i, view=_with_second(RUNS_ON), progress=WORKS, config=config)
+    assert _said(move) == (K.INCIDENT_VERIFIED, "") if resolved else move is None
 
 
 def test_a_verified_incident_closes_as_resolved() -> None:

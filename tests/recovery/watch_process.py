@@ -51,6 +51,9 @@ class FileDetector:
     def forget(self, replica: str, below_incarnation: int) -> None:
         del replica, below_incarnation
 
+    def unforget(self, replica: str, incarnation: int) -> None:
+        del replica, incarnation
+
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         return {}
 

@@ -27,7 +27,7 @@ from rolecall.detector.live.monitored_process import (
     least_of_long_units,
     single_deadline,
 )
-from rolecall.detector.live.processes import MonitoredProcesses
+from rolecall.detector.live.processes import CLOSED_SECONDS, MonitoredProcesses
 from rolecall.detector.live.stages.stage import phase_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
@@ -276,6 +276,26 @@ def test_a_replacement_that_starts_slowly_is_not_accused(seed: int, seconds: flo
     fleet.burst(seconds, 2.0)
     named = {s.replica for o in fleet.run(seconds) for d in detector.observe(o) for s in d.suspects}
     assert "rollout/1" not in named
+
+
+def test_what_is_forgotten_and_runs_on_is_watched_again_as_if_it_never_was_forgotten() -> None:
+    """However long an action takes until it fails."""
+    fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
+    for o in fleet.run(45.0):
+        detector.observe(o)
+    fleet.processes["rollout/1"].fault = FakeFault("stopped")
+    before = [d for o in fleet.run(8.0) for d in detector.observe(o)][-1]
+    for replica in ("rollout/0", "rollout/1"):
+        detector.forget(replica, 2)
+    assert not [d for o in fleet.run(CLOSED_SECONDS + 5.0) for d in detector.observe(o)]
+    assert not detector.progressing("rollout/0", 1)[0]
+    for replica in ("rollout/0", "rollout/1"):
+        detector.unforget(replica, 1)
+    (again,) = [detector.observe(o) for o in fleet.run(2.0)][-1]
+    assert again.key == before.key == "hang:rollout/1#1" and again.onset == pytest.approx(before.onset, abs=1.0)
+    assert detector.progressing("rollout/0", 1)[0]
+    fleet.processes["rollout/0"].fault = FakeFault("stopped")
+    assert "hang:rollout/0#1" in {d.key for o in fleet.run(8.0) for d in detector.observe(o)}
 
 
 def test_progressing_states_what_is_missing() -> None:

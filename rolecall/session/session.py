@@ -23,6 +23,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import OncallPaged
 from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded, StepCommitted
+from rolecall.core.journal.run_end import DONE_FLAG, record_missed_end
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir, create_run_dir, open_run_dir
 from rolecall.core.text import counted
@@ -70,7 +71,7 @@ WATCH_RESTARTS_MAX = 20
 JOURNAL_WAIT_SECONDS = 120.0
 """How long the journal may be unavailable (its server restarts, its disk is full) before the run is stopped."""
 JOURNAL_RETRY_SECONDS = 1.0
-HOLD_FLAG, DONE_FLAG = "hold", "done"
+HOLD_FLAG = "hold"
 TRIED_FLAG = "writable_at"
 """Written to try whether the journal takes writes."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -90,7 +91,7 @@ class Session:
     minutes_max: float
     hold_seconds: float = 0.0
     dashboard: bool = False
-    again: bool = False  # continue a run whose processes are gone
+    again: bool = False  # continue a run that was interrupted or cut off
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
     loggers: Child | None = None
@@ -106,7 +107,7 @@ class Session:
 
         Raises:
             ConfigError, NotEnoughNodes: before anything is started.
-            CommandRefused, RunNotFound: the run to continue has ended, still runs, or is not there.
+            CommandRefused, RunNotFound: the run to continue is done, still runs, or is not there.
             Interrupted: Ctrl-C; everything has been stopped.
         """
         check_ray()  # these five raise before a directory exists
@@ -126,7 +127,7 @@ class Session:
         beside = DashboardBeside(run) if self.dashboard else None
         if self.job.logging.names:
             self.loggers = Child(loggers_command(run), run.logs / "loggers.log", run)
-        outcome, because, begun = "failed", "ended before it was done", False
+        outcome, because = "failed", "ended before it was done"
         with _signals_to(_interrupt):
             try:
                 with screen:
@@ -134,7 +135,6 @@ class Session:
                     if beside is not None:
                         beside.start()
                     supervisor.start(screen.note, again=self.again)
-                    begun = True
                     watch.start()
                     if self.loggers is not None:
                         self.loggers.start()
@@ -153,8 +153,7 @@ class Session:
                     if self.loggers is not None:
                         last.callback(self._finish_loggers, screen)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
-                    if begun or not self.again:  # it can be started again once more
-                        last.callback(lambda: journal.append(ended, key="run-ended"))
+                    last.callback(journal.append, ended)
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
                         last.callback(child.stop)
@@ -176,17 +175,20 @@ class Session:
         return run, journal
 
     def _reopen(self) -> tuple[RunDir, Journal]:
-        """The directory and journal of a run that was cut off: its end is not recorded, and no process is left."""
+        """The directory and journal of a run that was interrupted or cut off: its controller was not done, and no
+        process is left."""
         run = open_run_dir(self.root, self.run_id)
         if left := find_processes(run.path, exclude=(os.getpid(),)):
             many = counted(len(left), "process", "processes")
             raise CommandRefused(f"{run.run_id}: {many} of it left: `rolecall down {run.shell_name}` first")
         journal = Journal(run.database_url, create=False)
-        ended = journal.last(EventKind.RUN_ENDED)
-        if ended is not None or journal.flag(DONE_FLAG) is not None:
+        if (done := journal.flag(DONE_FLAG)) is not None:
+            also = "; its end was not recorded, and is now" if record_missed_end(journal) is not None else ""
             journal.close()
-            because = ended.as_(RunEnded).because if ended is not None else "it was done"
-            raise CommandRefused(f"{run.run_id} has ended ({because}): only a run that was cut off can continue")
+            because = json.loads(done)["because"]
+            raise CommandRefused(
+                f"{run.run_id} has ended ({because}): only a run that was interrupted or cut off can continue{also}"
+            )
         return run, journal
 
     def _loop(

@@ -123,7 +123,8 @@ def run(
 ) -> int:
     """Run a job.
 
-    `recovery.mode` in the job file decides whether rolecall acts on faults."""
+    `recovery.mode` in the job file decides whether rolecall acts on faults. The run ends with its terminal, unless
+    `nohup` starts it; `rolecall up` continues it."""
     from rolecall.core.config.job import load_job
 
     job = load_job(job_file)
@@ -139,9 +140,9 @@ def up(
 ) -> int:
     """Continue a run that was interrupted or cut off.
 
-    It ended before its controller was done: by Ctrl-C, SIGTERM, `rolecall down`, --minutes-max or an error, or with its
-    machine or its supervisor. Everything is started again, and the run continues from its journal and its newest
-    checkpoint. `rolecall down` ends processes that are left of it."""
+    It ended before its controller was done: by Ctrl-C, SIGTERM, the end of its terminal, `rolecall down`, --minutes-max
+    or an error, or with its machine or its supervisor. Everything is started again, and the run continues from its
+    journal and its newest checkpoint. `rolecall down` ends processes that are left of it."""
     from rolecall.core.config.job import parse_job
 
     where = named_run(runs, run, option)

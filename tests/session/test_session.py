@@ -1,7 +1,9 @@
 """A run's loop on a clock that we turn, without Ray: how long it is held (whole runs: tests/e2e)."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -19,12 +21,11 @@ from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded
 from rolecall.core.journal.run_end import DONE_FLAG
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.loop import LEASE_NAME
-from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.cluster.supervisor import JOURNAL_WAIT_SECONDS, Supervisor
 from rolecall.session.children import Child
 from rolecall.session.demo import FaultSchedule, demo_job
 from rolecall.session.session import (
     HOLD_FLAG,
-    JOURNAL_WAIT_SECONDS,
     LATE_CHECKS_MAX,
     LEASE_CHECK_SECONDS,
     TICK_SECONDS,
@@ -32,11 +33,12 @@ from rolecall.session.session import (
     WATCH_STUCK_SECONDS,
     Interrupted,
     Session,
+    _alone,
 )
 from rolecall.terminal.run import Screen
 from tests.events import filled
 from tests.full_disk import small_disk
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 HOLD_SECONDS = 42.0
 
@@ -286,6 +288,36 @@ def test_an_end_that_was_cut_off_is_recorded_by_down(tmp_path: Path, capsys: pyt
         assert ("is now: completed, 12 steps" in capsys.readouterr().out) is recorded
     assert len(journal.events(kinds=[EventKind.RUN_ENDED])) == 1
     journal.close()
+
+
+def test_a_run_has_one_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.session.session.Supervisor", NotToStart)
+    run, journal = _session(tmp_path, "one", FakeClock())._create()
+    run.write({"run_id": "one"})
+    again = _session(tmp_path, "one", FakeClock(), again=True)
+    with _alone(run), pytest.raises(CommandRefused, match=rf"one is supervised by process {os.getpid()} on "):
+        again.execute()
+    assert not journal.head().position, "the one that was refused changed something"
+    with pytest.raises(ActuatorError, match="no start"):
+        again.execute()
+    journal.close()
+
+
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_hangup_of_the_terminal_ends_a_run_in_order(under_nohup: bool) -> None:
+    code = (
+        "import os, signal\n"
+        "from rolecall.session.session import Interrupted, _interrupt, _signals_to\n"
+        f"signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if under_nohup else 'DFL'})\n"
+        "try:\n"
+        "    with _signals_to(_interrupt):\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "        print('goes on')\n"
+        "except Interrupted:\n"
+        "    print('interrupted')\n"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=PATIENCE_SECONDS)
+    assert said.strip() == ("goes on" if under_nohup else "interrupted")
 
 
 class NotToStart(Supervisor):

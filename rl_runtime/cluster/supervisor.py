@@ -286,6 +286,8 @@ class Supervisor:
 
     def _continue_run(self) -> None:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
+        for node in self.nodes:  # an agent would take the former one, which is gone, for a lost node
+            (self.run.node_dir(node) / "raylet.json").unlink(missing_ok=True)
         because = "the run is started again"
         self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
         last = self.journal.desired()
@@ -480,8 +482,8 @@ class Supervisor:
         # Their calls must end before this process disconnects from Ray: a later call would end this process.
         if not self._operations.drain(DRAIN_SECONDS):
             logger.error("operations are still under way after %.0f s", DRAIN_SECONDS)
+        self.agents.stop()  # first: to them, a raylet that ends is a lost node, also when the run is continued
         self.cluster.stop()
-        self.agents.stop()
         stop_run(self.run.path, clock=self.clock, term_seconds=1.0)
         try:
             for record in records:

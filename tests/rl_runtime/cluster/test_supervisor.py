@@ -561,15 +561,28 @@ def test_a_run_that_was_cut_off_starts_the_next_incarnation_of_every_replica(rig
         process.wait()
     again = Supervisor(rig.run, rig.supervisor.job, actors=rig.actors, hardware=Hardware(gpus=(), is_cuda_build=False))
     again._held = frozenset()
+    former = rig.run.node_dir(again.nodes[0]) / "raylet.json"
+    former.parent.mkdir(parents=True)
+    former.write_text('{"pid": 1, "start_ticks": 1}')
     again._continue_run()
+    assert not former.exists(), "the agent would report a lost node"
     rig.supervisor = again
     for replica, node in placed.items():
         rig.until(replica, 2, S.READY)
         wanted = rig.journal.desired()[replica]
         assert (wanted.incarnation, wanted.node, wanted.prefer_standby) == (2, node, False)
-    former = rig.actual("trainer/0", 1)
-    assert former is not None and former.state is S.LOST
+    trainer = rig.actual("trainer/0", 1)
+    assert trainer is not None and trainer.state is S.LOST
     assert len(rig.events(EventKind.RUN_STARTED)) == len(rig.events(EventKind.COMPONENT_RESTARTED)) == 1
+
+
+def test_the_agents_of_a_run_that_ends_do_not_see_its_raylets_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would report lost nodes to the watch of the run, once it is continued."""
+    order: list[str] = []
+    monkeypatch.setattr(rig.supervisor.agents, "stop", lambda: order.append("agents"))
+    monkeypatch.setattr(rig.supervisor.cluster, "stop", lambda: order.append("raylets"))
+    rig.supervisor.stop()
+    assert order == ["agents", "raylets"]
 
 
 class Ending(FakeClock):
@@ -592,10 +605,11 @@ def test_a_start_waits_for_its_journal_for_a_limited_time(
     rig.want("reward/0")
     rig.until("reward/0", 1, S.READY)
     preparing = Mock(poll=Mock(side_effect=[None, None, 0]))
-    for wait in (
+    waits: list[Callable[[], None]] = [
         lambda: rig.supervisor._finish_preparing(preparing),
         lambda: rig.supervisor._wait_until_ready([ReplicaId("reward/0")]),
-    ):
+    ]
+    for wait in waits:
         outage = JournalOutage(rig.journal.store, monkeypatch)
         rig.supervisor.clock = Ending(outage, share * supervisor_module.JOURNAL_WAIT_SECONDS)
         outage.start()

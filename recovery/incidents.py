@@ -48,7 +48,7 @@ from rolecall.core.journal.payloads.recovery import (
     PlanProposed,
     PlanRejected,
 )
-from rolecall.core.journal.payloads.run import RunEnded
+from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.detector.base.findings import ORPHAN
 
@@ -566,7 +566,7 @@ def _until(attempt: Attempt, hold: Hold) -> Attempt:
     return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_timeout_seconds)
 
 
-READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
+READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED, EventKind.COMPONENT_RESTARTED)
 PROPOSAL_ENDS = frozenset({EventKind.PLAN_APPROVED, EventKind.PLAN_REJECTED, EventKind.PLAN_EXPIRED})
 NOTIFIED_KINDS = PROPOSAL_ENDS | {EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED}
 
@@ -625,6 +625,8 @@ class IncidentProjection:
     def _take(self, event: Event, at: float) -> None:
         if isinstance(event.payload, RunEnded):
             self.ended = event.payload.because or event.payload.outcome or "ended"
+        elif isinstance(event.payload, ComponentRestarted) and event.payload.continues_run:
+            self.ended = None
         if event.kind is EventKind.INCIDENT_OPENED:
             self.num_opened += 1
         if event.kind in NOTIFIED_KINDS:

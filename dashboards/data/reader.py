@@ -156,6 +156,7 @@ def newest(journal: Journal, head: int) -> Fold:
             lines.update(latest(of_kind, 1))
         lines.update(latest(EVENTS.c.kind == str(_K.STEP_COMMITTED), NEWEST_STEPS))
         lines.update(latest(EVENTS.c.kind == str(_K.EPOCH_ADVANCED), 1))
+        lines.update(latest(EVENTS.c.kind == str(_K.COMPONENT_RESTARTED), OPEN_MAX))  # one may continue an ended run
         lines.update(latest(EVENTS.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED_TO_SERVICE)]), OPEN_MAX))
         wanted = EVENTS.c.incident_id.in_(sorted(names)) | EVENTS.c.seq.in_(sorted(x for x in lines if x))
         rows = conn.execute(sa.select(EVENTS).where(wanted, EVENTS.c.seq <= head).order_by(EVENTS.c.seq)).mappings()

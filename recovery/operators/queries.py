@@ -82,7 +82,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         if lease and state is WatchState.LOST
         else None,
         "started_at": started.wall_at if started else None,
-        "ended_at": ended.wall_at if ended else None,
+        "ended_at": ended.wall_at if ended and projection.ended else None,
         "paused": paused,
         "stopping": stopping,
         "ended": projection.ended,

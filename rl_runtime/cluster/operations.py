@@ -142,7 +142,8 @@ class Operations:
         if is_engine:
             self._engines.acquire()
         try:
-            if self._closed.is_set():
+            # It may have waited: then it may have been fenced, and its place may be taken.
+            if self._closed.is_set() or self._patiently(lambda: self._is_gone(record)):
                 return
             # They end with their first rank; one that does not would keep its device.
             self._end_processes(former_ranks(self._run.path, record.replica, record.incarnation))
@@ -271,10 +272,13 @@ class Operations:
         self._event(ReplicaStarting, record, "starting")
         self._journal.set_actual(record)
 
+    def _is_gone(self, record: Actual) -> bool:
+        standing = self._journal.actual([record.replica]).get((record.replica, record.incarnation))
+        return standing is None or standing.state in GONE
+
     def _admit(self, record: Actual, from_standby: str) -> None:
         """Marks the replica READY unless it was fenced during the start; recovery then wants another incarnation."""
-        standing = self._journal.actual().get((record.replica, record.incarnation))
-        if standing is None or standing.state in GONE:
+        if self._is_gone(record):
             self._kill(record)
             return
         # Event first, so that events about a READY replica follow it in the journal.

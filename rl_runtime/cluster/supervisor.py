@@ -14,11 +14,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, JournalError, RolecallError
+from rolecall.core.errors import (
+    ActuatorError,
+    ConfigError,
+    DeadlineExceeded,
+    JournalError,
+    JournalUnavailable,
+    RolecallError,
+)
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.journal import Journal
@@ -79,7 +86,29 @@ RESTARTS_MAX = 5
 RESTART_WINDOW_SECONDS = 60.0
 AGENT_STOP_SECONDS = 3.0
 
+JOURNAL_WAIT_SECONDS = 120.0
+"""How long the journal may be unavailable (its server restarts, its disk is full) before the run is stopped."""
+JOURNAL_RETRY_SECONDS = 1.0
+
 Progress = Callable[[str], None]
+T = TypeVar("T")
+
+
+def through_outages(call: Callable[[], T], clock: Clock, progress: Progress) -> T:
+    """Repeats a call that may be repeated, as one that rereads the state, until the journal is available.
+
+    Raises:
+        JournalUnavailable: it is not for `JOURNAL_WAIT_SECONDS`.
+    """
+    began = clock.monotonic()
+    while True:
+        try:
+            return call()
+        except JournalUnavailable as error:
+            if clock.monotonic() - began > JOURNAL_WAIT_SECONDS:
+                raise
+            progress(str(error))
+            clock.sleep(JOURNAL_RETRY_SECONDS)
 
 
 @dataclass
@@ -257,6 +286,8 @@ class Supervisor:
 
     def _continue_run(self) -> None:
         self.run.write({**self.run.read(), "supervisor": self._recorded_self()})
+        for node in self.nodes:  # an agent would take the former one, which is gone, for a lost node
+            (self.run.node_dir(node) / "raylet.json").unlink(missing_ok=True)
         because = "the run is started again"
         self.journal.append(ComponentRestarted(what="supervisor", node="", because=because))
         last = self.journal.desired()
@@ -277,7 +308,7 @@ class Supervisor:
         seconds = max(PREPARE_SECONDS, self.job.runtime.startup_timeout_seconds)
         deadline = self.clock.monotonic() + seconds
         while (code := process.poll()) is None:
-            self.tick()
+            through_outages(self.tick, self.clock, self._progress)
             if self.clock.monotonic() > deadline:
                 process.kill()
                 what = "the model folder to be written (see runtime.startup_timeout_seconds)"
@@ -294,9 +325,7 @@ class Supervisor:
         deadline = self.clock.monotonic() + seconds
         shown = -1
         while True:
-            self.tick()
-            desired = self.journal.desired()
-            current = self.journal.current()
+            desired, current = through_outages(self._ticked, self.clock, self._progress)
             newest = {r: a for r, a in current.items() if r in desired and a.incarnation >= desired[r].incarnation}
             for replica in replicas:
                 if replica in newest and newest[replica].state in GONE:
@@ -312,6 +341,10 @@ class Supervisor:
                 what = f"{', '.join(missing)} to start (see detector.first_unit_seconds)"
                 raise DeadlineExceeded(waited_for=what, seconds=seconds)
             self.clock.sleep(TICK_SECONDS)
+
+    def _ticked(self) -> tuple[dict[ReplicaId, Desired], dict[ReplicaId, Actual]]:
+        self.tick()
+        return self.journal.desired(), self.journal.current()
 
     def tick(self) -> None:
         """One iteration; never waits for another process.
@@ -449,8 +482,8 @@ class Supervisor:
         # Their calls must end before this process disconnects from Ray: a later call would end this process.
         if not self._operations.drain(DRAIN_SECONDS):
             logger.error("operations are still under way after %.0f s", DRAIN_SECONDS)
+        self.agents.stop()  # first: to them, a raylet that ends is a lost node, also when the run is continued
         self.cluster.stop()
-        self.agents.stop()
         stop_run(self.run.path, clock=self.clock, term_seconds=1.0)
         try:
             for record in records:

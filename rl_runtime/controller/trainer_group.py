@@ -31,6 +31,8 @@ from rolecall.core.errors import (
     WireError,
 )
 from rolecall.core.ids import ReplicaId, split_replica
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads.recovery import HoldLifted, HoldPlaced
 from rolecall.core.journal.payloads.run import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.batching import assign, interleaved, mini_batches
@@ -73,7 +75,9 @@ COPY_MARGIN_SECONDS = 5.0
 START_SECONDS = 60.0
 """How long the first epoch waits for the other desired trainers once one has arrived."""
 NO_TRAINER_SECONDS = 600.0
-"""How long a run without any trainer waits for one: recovery may be waiting for an operator's approval."""
+"""How long a run without any trainer waits for one, in addition to the time that an operator has to approve a plan.
+While a trainer starts, or operators hold or pause recovery, the time does not run."""
+PAUSED_FLAG = "paused"
 REGROUPS_MAX = 12
 JOINS_MAX = 2
 """Epochs that may fail without a lost member before trainers that were in none before are left out, and joins that may
@@ -148,6 +152,7 @@ class TrainerGroup:
         self._recorder, self._connect, self._tasks, self._clock = recorder, connect, tasks, clock
         self._folder, self._keep = folder, job.checkpoint.keep
         self._num_wanted = job.roles.trainer
+        self._no_trainer_seconds = NO_TRAINER_SECONDS + job.recovery.approval_timeout_seconds
         self._copy_seconds = job.runtime.transfer_timeout_seconds + COPY_MARGIN_SECONDS
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
         self._unit_seconds = job.detector.first_unit_seconds
@@ -280,16 +285,34 @@ class TrainerGroup:
         raise StepFailed(f"trainers did not agree on their state in {REGROUPS_MAX} attempts")
 
     async def _wait_for_candidates(self, wanted: int) -> None:
-        started, first_at = self._clock.monotonic(), None
+        started = asked_at = self._clock.monotonic()
+        first_at: float | None = None
         while len(self._candidates) < wanted:
             now = self._clock.monotonic()
+            if now - asked_at > PROGRESS_SECONDS:
+                started, asked_at = now if self._replacement_is_delayed() else started, now
             if self._candidates and first_at is None:
                 first_at = now
             if first_at is not None and now - first_at > START_SECONDS:
                 return
-            if now - started > NO_TRAINER_SECONDS:
-                raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
+            if now - started > self._no_trainer_seconds:
+                raise DeadlineExceeded(waited_for="a trainer", seconds=self._no_trainer_seconds)
             await asyncio.sleep(TICK_SECONDS)
+
+    def _replacement_is_delayed(self) -> bool:
+        """Whether a trainer starts, which the supervisor limits, or operators hold or pause recovery."""
+        journal, held_until = self._recorder.journal, dict[str, float]()
+        for event in journal.events(kinds=(EventKind.HOLD_PLACED, EventKind.HOLD_LIFTED), damaged=[]):
+            match event.payload:
+                case HoldPlaced(digest=digest, until=until):
+                    held_until[digest] = until
+                case HoldLifted(digest=digest):
+                    held_until.pop(digest, None)
+        starts = any(
+            a.state is ReplicaState.STARTING for r, a in journal.current().items() if split_replica(r)[0] == "trainer"
+        )
+        is_held = any(until > self._clock.wall() for until in held_until.values())
+        return starts or is_held or journal.flag(PAUSED_FLAG) is not None
 
     async def regroup(self, because: str, *, with_candidates: bool) -> None:
         """A new epoch among the remaining members (and the candidates), all at the newest committed state.

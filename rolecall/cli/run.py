@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,7 +123,8 @@ def run(
 ) -> int:
     """Run a job.
 
-    `recovery.mode` in the job file decides whether rolecall acts on faults."""
+    `recovery.mode` in the job file decides whether rolecall acts on faults. The run ends with its terminal, unless
+    `nohup` starts it; `rolecall up` continues it."""
     from rolecall.core.config.job import load_job
 
     job = load_job(job_file)
@@ -136,10 +138,11 @@ def up(
     runs: RootOption = ROOT,
     minutes_max: Annotated[float, typer.Option(min=0.5, help="Stop the run after this many minutes.")] = 60 * 24 * 7,
 ) -> int:
-    """Continue a run that was cut off.
+    """Continue a run that was interrupted or cut off.
 
-    Its machine or its supervisor was lost, so that its end is not recorded. Everything is started again, and the run
-    continues from its journal and its newest checkpoint. `rolecall down` ends processes that are left of it."""
+    It ended before its controller was done: by Ctrl-C, SIGTERM, the end of its terminal, `rolecall down`, --minutes-max
+    or an error, or with its machine or its supervisor. Everything is started again, and the run continues from its
+    journal and its newest checkpoint. `rolecall down` ends processes that are left of it."""
     from rolecall.core.config.job import parse_job
 
     where = named_run(runs, run, option)
@@ -185,7 +188,7 @@ def _execute(
     except FileExistsError:
         raise ConfigError([f"--id: a run {run_id!r} exists already in {runs}"]) from None
     except Interrupted:
-        out(f"interrupted: every process of run {run_id} has been stopped")
+        out(f"interrupted: every process of run {run_id} has been stopped; `rolecall up` continues it")
         return 130
     screen.print(summary(report))
     if dashboard:
@@ -203,7 +206,10 @@ def down(
 ) -> None:
     """Stop every process of a run.
 
-    Includes processes that a killed supervisor left behind."""
+    Includes processes that a killed supervisor left behind. `rolecall up` continues a run that was not done."""
+    from rolecall.core.errors import JournalError
+    from rolecall.core.journal.journal import Journal
+    from rolecall.core.journal.run_end import record_missed_end
     from rolecall.rl_runtime.processes import stop_run
     from rolecall.watch.addresses import withdraw
 
@@ -211,7 +217,11 @@ def down(
     ended = stop_run(where.path)
     withdraw(where)
     value = {"run": where.run_id, "ended": [str(p) for p in ended]}
-    show(as_json, value, [f"{where.run_id}: ended {counted(len(ended), 'process', 'processes')}"])
+    lines = [f"{where.run_id}: ended {counted(len(ended), 'process', 'processes')}"]
+    with suppress(JournalError), closing(Journal(where.database_url, create=False)) as journal:  # they are ended anyway
+        if (missed := record_missed_end(journal)) is not None:
+            lines.append(f"its end was not recorded, and is now: {missed.outcome}, {missed.because}")
+    show(as_json, value, lines)
 
 
 @app.command(

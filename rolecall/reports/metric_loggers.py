@@ -25,6 +25,7 @@ from rolecall.core.errors import JournalUnavailable
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.run import EvaluationFinished, StepCommitted
+from rolecall.core.journal.run_end import recorded_end
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.recovery.notifications.target import without_secret_urls
@@ -223,7 +224,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
     while followers and not ended:
         try:
             with closing(Journal(run.database_url, create=False)) as journal:
-                last = journal.last(EventKind.RUN_ENDED)  # asked first: then nothing comes after the pages
+                end = recorded_end(journal)  # asked first: then nothing comes after the pages
                 for page in reader.pages(journal):
                     for follower in list(followers):
                         try:
@@ -231,7 +232,7 @@ def follow(run: RunDir, job: JobConfig, clock: Clock) -> None:
                         except Exception as e:  # noqa: BLE001 deliberate: as above
                             logger.warning("logging.%s: stopped: %s: %s", follower.name, type(e).__name__, e)
                             followers.remove(follower)
-                ended = last is not None
+                ended = end is not None
         except JournalUnavailable as e:
             logger.warning("%s", e)
         if not ended:

@@ -33,6 +33,7 @@ from rolecall.core.journal.payloads.run import (
     StepCommitted,
     WeightsRejected,
 )
+from rolecall.core.journal.run_end import run_end
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import counted
 from rolecall.recovery.notifications.target import without_secret_urls
@@ -79,7 +80,8 @@ class Facts:
 
     @property
     def run_ended(self) -> RunEnded | None:
-        return next((e.payload for e in reversed(self.events) if isinstance(e.payload, RunEnded)), None)
+        end = run_end(self.events)
+        return end.as_(RunEnded) if end is not None else None
 
     @property
     def started_at(self) -> float:
@@ -88,8 +90,8 @@ class Facts:
 
     @property
     def ended_at(self) -> float:
-        ended = [e for e in self.events if e.kind is EventKind.RUN_ENDED] or self.events
-        return ended[-1].wall_at if ended else 0.0
+        end = run_end(self.events) or next(reversed(self.events), None)
+        return end.wall_at if end else 0.0
 
     @property
     def config(self) -> dict[str, Any]:

@@ -4,11 +4,13 @@ The supervisor ticks in this process; `rolecall watch` and every `rolecall injec
 ends (done, unresolved fault, Ctrl-C, error), everything started is stopped before this returns.
 """
 
+import fcntl
 import json
 import logging
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +20,12 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CommandRefused, ConfigError, JournalUnavailable, RolecallError
+from rolecall.core.errors import CommandRefused, ConfigError, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import OncallPaged
 from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded, StepCommitted
+from rolecall.core.journal.run_end import DONE_FLAG, record_missed_end
 from rolecall.core.membership import ReplicaState, is_standby
 from rolecall.core.rundir import RunDir, create_run_dir, open_run_dir
 from rolecall.core.text import counted
@@ -33,7 +36,7 @@ from rolecall.reports.report import write_report
 from rolecall.rl_runtime.cluster.gpus import gpus_of_nodes
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
-from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.cluster.supervisor import Supervisor, through_outages
 from rolecall.rl_runtime.device import found_hardware
 from rolecall.rl_runtime.processes import find_processes
 from rolecall.rl_runtime.tasks.check import checked
@@ -67,17 +70,15 @@ START_CHECKS_MAX = int(WATCH_START_SECONDS / LEASE_CHECK_SECONDS)
 """In checks, not by the clock: after an unavailable database or a suspended machine the watch is not at fault."""
 WATCH_RESTARTS_MAX = 20
 """Restarts of `watch`, as by a service manager; more indicate a defect."""
-JOURNAL_WAIT_SECONDS = 120.0
-"""How long the journal may be unavailable (its server restarts, its disk is full) before the run is stopped."""
-JOURNAL_RETRY_SECONDS = 1.0
-HOLD_FLAG, DONE_FLAG = "hold", "done"
+HOLD_FLAG = "hold"
+LOCK_FILE = "supervisor.lock"
 TRIED_FLAG = "writable_at"
 """Written to try whether the journal takes writes."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not an Exception, so that no broad `except` swallows it."""
+    """Ctrl-C, SIGTERM, or SIGHUP: its terminal is gone. Not an Exception, so that no broad `except` swallows it."""
 
 
 @dataclass
@@ -90,7 +91,7 @@ class Session:
     minutes_max: float
     hold_seconds: float = 0.0
     dashboard: bool = False
-    again: bool = False  # continue a run whose processes are gone
+    again: bool = False  # continue a run that was interrupted or cut off
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
     loggers: Child | None = None
@@ -106,7 +107,7 @@ class Session:
 
         Raises:
             ConfigError, NotEnoughNodes: before anything is started.
-            CommandRefused, RunNotFound: the run to continue has ended, still runs, or is not there.
+            CommandRefused, RunNotFound: the run to continue is done, still runs, or is not there.
             Interrupted: Ctrl-C; everything has been stopped.
         """
         check_ray()  # these five raise before a directory exists
@@ -114,7 +115,14 @@ class Session:
         gpus_of_nodes(self.job, found_hardware())
         target_of(self.job.recovery, os.environ)
         self.job = checked(self.job)
-        run, journal = self._reopen() if self.again else self._create()
+        if self.again:
+            with _alone(open_run_dir(self.root, self.run_id)):
+                return self._run(*self._reopen())
+        run, journal = self._create()
+        with _alone(run):
+            return self._run(run, journal)
+
+    def _run(self, run: RunDir, journal: Journal) -> dict[str, Any]:
         screen = Screen(
             live=self.show,
             title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
@@ -126,7 +134,7 @@ class Session:
         beside = DashboardBeside(run) if self.dashboard else None
         if self.job.logging.names:
             self.loggers = Child(loggers_command(run), run.logs / "loggers.log", run)
-        outcome, because, begun = "failed", "ended before it was done", False
+        outcome, because = "failed", "ended before it was done"
         with _signals_to(_interrupt):
             try:
                 with screen:
@@ -134,13 +142,12 @@ class Session:
                     if beside is not None:
                         beside.start()
                     supervisor.start(screen.note, again=self.again)
-                    begun = True
                     watch.start()
                     if self.loggers is not None:
                         self.loggers.start()
                     outcome, because = self._loop(run, journal, supervisor, watch, screen, beside)
             except Interrupted:
-                outcome, because = "interrupted", "Ctrl-C or SIGTERM"
+                outcome, because = "interrupted", "Ctrl-C, SIGTERM or SIGHUP"
                 raise
             except Exception as e:
                 because = f"{type(e).__name__}: {e}"
@@ -153,8 +160,7 @@ class Session:
                     if self.loggers is not None:
                         last.callback(self._finish_loggers, screen)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
-                    if begun or not self.again:  # it can be started again once more
-                        last.callback(lambda: journal.append(ended, key="run-ended"))
+                    last.callback(journal.append, ended)
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
                         last.callback(child.stop)
@@ -176,17 +182,20 @@ class Session:
         return run, journal
 
     def _reopen(self) -> tuple[RunDir, Journal]:
-        """The directory and journal of a run that was cut off: its end is not recorded, and no process is left."""
+        """The directory and journal of a run that was interrupted or cut off: its controller was not done, and no
+        process is left."""
         run = open_run_dir(self.root, self.run_id)
         if left := find_processes(run.path, exclude=(os.getpid(),)):
             many = counted(len(left), "process", "processes")
             raise CommandRefused(f"{run.run_id}: {many} of it left: `rolecall down {run.shell_name}` first")
         journal = Journal(run.database_url, create=False)
-        ended = journal.last(EventKind.RUN_ENDED)
-        if ended is not None or journal.flag(DONE_FLAG) is not None:
+        if (done := journal.flag(DONE_FLAG)) is not None:
+            also = "; its end was not recorded, and is now" if record_missed_end(journal) is not None else ""
             journal.close()
-            because = ended.as_(RunEnded).because if ended is not None else "it was done"
-            raise CommandRefused(f"{run.run_id} has ended ({because}): only a run that was cut off can continue")
+            because = json.loads(done)["because"]
+            raise CommandRefused(
+                f"{run.run_id} has ended ({because}): only a run that was interrupted or cut off can continue{also}"
+            )
         return run, journal
 
     def _loop(
@@ -202,31 +211,26 @@ class Session:
         started_at = self.clock.monotonic()
         drawn_at = viewed_at = 0.0
         holds = True
-        unavailable_since: float | None = None
+
+        def turn() -> str | None:
+            nonlocal viewed_at, holds
+            now = self.clock.monotonic()
+            supervisor.tick()
+            self._keep_watch(watch, journal)
+            self._keep_loggers(screen)
+            if self.schedule.stage is not DemoStage.DONE and now - viewed_at >= VIEW_SECONDS:
+                viewed_at = now
+                fault = self.schedule.tick(self._view(run, journal, now))
+                if fault is not None:
+                    self._inject(run, fault)
+            if holds and self.schedule.stage is DemoStage.DONE and now - started_at >= self.hold_seconds:
+                journal.set_flag(HOLD_FLAG, None)
+                holds = False
+            return journal.flag(DONE_FLAG)
+
         while True:
             now = self.clock.monotonic()
-            try:
-                supervisor.tick()
-                self._keep_watch(watch, journal)
-                self._keep_loggers(screen)
-                if self.schedule.stage is not DemoStage.DONE and now - viewed_at >= VIEW_SECONDS:
-                    viewed_at = now
-                    fault = self.schedule.tick(self._view(run, journal, now))
-                    if fault is not None:
-                        self._inject(run, fault)
-                if holds and self.schedule.stage is DemoStage.DONE and now - started_at >= self.hold_seconds:
-                    journal.set_flag(HOLD_FLAG, None)
-                    holds = False
-                done = journal.flag(DONE_FLAG)
-                unavailable_since = None
-            except JournalUnavailable as error:
-                # The next tick rereads the state, so nothing that this one left undone is lost.
-                unavailable_since = now if unavailable_since is None else unavailable_since
-                if now - unavailable_since > JOURNAL_WAIT_SECONDS:
-                    raise
-                screen.note(str(error))
-                self.clock.sleep(JOURNAL_RETRY_SECONDS)
-                continue
+            done = through_outages(turn, self.clock, screen.note)
             if beside is not None and (news := beside.news()):
                 screen.add_line(news)
             if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
@@ -343,9 +347,32 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 @contextmanager
+def _alone(run: RunDir) -> Iterator[None]:
+    """Excludes a second supervisor of the run on this host; the kernel releases the lock of one that is killed.
+
+    Raises:
+        CommandRefused: another one supervises it.
+    """
+    with (run.path / LOCK_FILE).open("a+", encoding="utf-8") as file:  # not inherited by child processes
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            stop = f"`rolecall down {run.shell_name}` first"
+            raise CommandRefused(f"{run.run_id} is supervised by process {file.read().strip()}: {stop}") from None
+        except OSError as e:  # a network file system without locks: a run must not fail for it
+            logger.warning("%s cannot be locked against a second supervisor: %s", file.name, e)
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextmanager
 def _signals_to(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Within: SIGINT and SIGTERM go to `handler`."""
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    """Within: `SIGNALS` go to `handler`, but for a SIGHUP that is ignored, as by `nohup`."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    before = {number: signal.signal(number, handler) for number in SIGNALS if number not in ignored}
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.journal.payloads.run import ChainHead, ReplicaReady, RunEnded, StepCommitted, WeightsAdmitted
+from rolecall.core.journal.run_end import DONE_FLAG, run_end
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted, plain
 
@@ -27,8 +28,6 @@ COMPLETE_OUTCOMES = frozenset({COMPLETED, "stopped"})
 """Outcomes of a run whose controller shut down in order: after these, no group may be open."""
 
 REPORT_JSON = "report.json"
-DONE_FLAG = "done"
-"""Flag in which the controller stores its final record, including the ledger's head, at an orderly shutdown."""
 
 Anchor = tuple[str, ChainHead]
 """(location, head)."""
@@ -129,7 +128,8 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None, *, watched:
         for where, head in _from_report(report, "journal_head"):
             problems += _journal_anchor(where, head, journal_head, events)
     lines = Ledger(journal.store).lines()
-    outcome = next((e.payload.outcome for e in reversed(events) if isinstance(e.payload, RunEnded)), "")
+    end = run_end(events)
+    outcome = end.as_(RunEnded).outcome if end is not None else ""
     found = audit(lines, anchors, ended=outcome in COMPLETE_OUTCOMES)
     problems += found.problems
     if found.duplicates:

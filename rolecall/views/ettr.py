@@ -27,7 +27,7 @@ from typing import Any
 
 from rolecall.core.ids import role_of
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.payloads.run import EpochAdvanced, RunStarted, StepCommitted
+from rolecall.core.journal.payloads.run import ComponentRestarted, EpochAdvanced, RunStarted, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply_leniently
 from rolecall.views.incidents import (
@@ -414,6 +414,8 @@ class EttrAccumulator:
             self._committed_at = event.wall_at
         elif event.kind is _K.RUN_ENDED:
             self._ended = True
+        elif isinstance(event.payload, ComponentRestarted) and event.payload.continues_run:
+            self._ended = False
         if event.kind in INCIDENT_KINDS:
             return self._take_incident(event)
         self._take_away(event)

@@ -31,6 +31,7 @@ from rolecall.core.journal.payloads.run import (
     ComponentRestarted,
     EpochAdvanced,
     ReplicaReady,
+    ReplicaStarting,
     RequestsReassigned,
     StepCommitted,
     StepInterrupted,
@@ -355,12 +356,12 @@ def away_times(events: Iterable[Event]) -> tuple[AwayTime, ...]:
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
     """All incarnations that a started plan named, or that were there when the whole run was started again."""
     named: set[Key] = set()
-    ready: set[Key] = set()
+    begun: set[Key] = set()
     for event in events:
-        if isinstance(event.payload, ReplicaReady):
-            ready.add((event.payload.replica, event.payload.incarnation))
-        if isinstance(event.payload, ComponentRestarted) and event.payload.what == "supervisor":
-            named |= ready
+        if isinstance(event.payload, ReplicaStarting | ReplicaReady):
+            begun.add((event.payload.replica, event.payload.incarnation))
+        if isinstance(event.payload, ComponentRestarted) and event.payload.continues_run:
+            named |= begun
         if isinstance(event.payload, ActionStarted):
             plan = event.payload.plan
             named |= {(t.replica, t.incarnation) for t in (*plan.targets, *plan.lent)}

@@ -28,6 +28,7 @@ from rolecall.core.journal.payloads.recovery import (
 )
 from rolecall.core.journal.payloads.run import (
     CheckpointWritten,
+    ComponentRestarted,
     DatasetProgress,
     EpochAdvanced,
     RequestsReassigned,
@@ -93,6 +94,8 @@ class RunAccount:
                 self.started_at = event.wall_at
             case RunEnded():
                 self.ended = True
+            case ComponentRestarted(continues_run=True):
+                self.ended = False
             case StepCommitted() as committed:
                 self.step = step_of(committed, event.wall_at)
                 self.num_tokens += committed.tokens

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.recovery import PlanProposed
-from rolecall.core.journal.payloads.run import EpochAdvanced, EvaluationFinished, RunEnded, RunStarted, StepCommitted
+from rolecall.core.journal.payloads.run import (
+    ComponentRestarted,
+    EpochAdvanced,
+    EvaluationFinished,
+    RunEnded,
+    RunStarted,
+    StepCommitted,
+)
 from rolecall.core.membership import Actual, Desired, ReplicaState, hybrid_partner, is_standby
 from rolecall.core.policy_health import policy_health_of
 from rolecall.core.text import in_words
@@ -138,6 +145,8 @@ class RunSnapshotProjection:
                 self.num_steps = self.num_steps or num_steps
             case RunEnded(outcome=outcome):
                 self.newest = replace(self.newest, ended=outcome)
+            case ComponentRestarted(continues_run=True):
+                self.newest = replace(self.newest, ended="")
             case EpochAdvanced(epoch=epoch):
                 self.newest = replace(self.newest, epoch=epoch)
             case StepCommitted() as committed:

@@ -1,8 +1,11 @@
 """A run's loop on a clock that we turn, without Ray: how long it is held (whole runs: tests/e2e)."""
 
 import json
+import os
 import signal
+import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -11,17 +14,18 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
-from rolecall.core.errors import CommandRefused, JournalUnavailable
+from rolecall.core.errors import ActuatorError, CommandRefused, JournalUnavailable
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads.run import ComponentRestarted, RunEnded
+from rolecall.core.journal.run_end import DONE_FLAG
+from rolecall.core.rundir import RunDir
 from rolecall.recovery.loop import LEASE_NAME
-from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.cluster.supervisor import JOURNAL_WAIT_SECONDS, Supervisor
 from rolecall.session.children import Child
 from rolecall.session.demo import FaultSchedule, demo_job
 from rolecall.session.session import (
-    DONE_FLAG,
     HOLD_FLAG,
-    JOURNAL_WAIT_SECONDS,
     LATE_CHECKS_MAX,
     LEASE_CHECK_SECONDS,
     TICK_SECONDS,
@@ -29,11 +33,12 @@ from rolecall.session.session import (
     WATCH_STUCK_SECONDS,
     Interrupted,
     Session,
+    _alone,
 )
 from rolecall.terminal.run import Screen
 from tests.events import filled
 from tests.full_disk import small_disk
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 HOLD_SECONDS = 42.0
 
@@ -242,7 +247,7 @@ def test_metrics_that_are_not_written_in_time_are_said_to_be_missing(
     assert [line.removeprefix("metrics: ")[:7] for line in lines] == told
 
 
-def test_only_a_run_that_was_cut_off_can_continue(tmp_path: Path) -> None:
+def test_only_a_run_that_was_not_done_can_continue(tmp_path: Path) -> None:
     job = demo_job(seed=1, num_steps=1, injection_allowed=False)
 
     def session(*, again: bool) -> Session:
@@ -260,7 +265,79 @@ def test_only_a_run_that_was_cut_off_can_continue(tmp_path: Path) -> None:
     with pytest.raises(CommandRefused, match="1 process of it left"):
         session(again=True)._reopen()
     left.stop()
-    journal.append(filled(EventKind.RUN_ENDED, {"outcome": "completed", "because": "12 steps"}))
-    journal.close()
-    with pytest.raises(CommandRefused, match=r"cut has ended \(12 steps\)"):
+    for outcome in ("interrupted", "failed"):  # by a signal, or by --minutes-max or a journal that was away
+        journal.append(filled(EventKind.RUN_ENDED, {"outcome": outcome, "because": "not done"}))
+        session(again=True)._reopen()[1].close()
+    journal.append(ComponentRestarted(what="supervisor", node="", because="started again"))
+    journal.set_flag(DONE_FLAG, json.dumps({"outcome": "completed", "because": "12 steps"}))
+    with pytest.raises(CommandRefused, match=r"cut has ended \(12 steps\).*its end was not recorded, and is now"):
         session(again=True)._reopen()
+    with pytest.raises(CommandRefused, match=r"cut has ended \(12 steps\): only a run .* can continue$"):
+        session(again=True)._reopen()
+    last = journal.last(EventKind.RUN_ENDED)
+    assert last is not None and last.as_(RunEnded) == RunEnded(outcome="completed", because="12 steps")
+    journal.close()
+
+
+def test_an_end_that_was_cut_off_is_recorded_by_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, journal = _session(tmp_path, "cut", FakeClock())._create()
+    run.write({"run_id": "cut"})
+    journal.set_flag(DONE_FLAG, json.dumps({"outcome": "completed", "because": "12 steps"}))
+    for recorded in (True, False):
+        assert main(["down", str(run.path)]) == 0
+        assert ("is now: completed, 12 steps" in capsys.readouterr().out) is recorded
+    assert len(journal.events(kinds=[EventKind.RUN_ENDED])) == 1
+    journal.close()
+
+
+def test_a_run_has_one_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.session.session.Supervisor", NotToStart)
+    run, journal = _session(tmp_path, "one", FakeClock())._create()
+    run.write({"run_id": "one"})
+    again = _session(tmp_path, "one", FakeClock(), again=True)
+    with _alone(run), pytest.raises(CommandRefused, match=rf"one is supervised by process {os.getpid()} on "):
+        again.execute()
+    assert not journal.head().position, "the one that was refused changed something"
+    with pytest.raises(ActuatorError, match="no start"):
+        again.execute()
+    journal.close()
+
+
+@pytest.mark.parametrize("under_nohup", [False, True])
+def test_a_hangup_of_the_terminal_ends_a_run_in_order(under_nohup: bool) -> None:
+    code = (
+        "import os, signal\n"
+        "from rolecall.session.session import Interrupted, _interrupt, _signals_to\n"
+        f"signal.signal(signal.SIGHUP, signal.SIG_{'IGN' if under_nohup else 'DFL'})\n"
+        "try:\n"
+        "    with _signals_to(_interrupt):\n"
+        "        os.kill(os.getpid(), signal.SIGHUP)\n"
+        "        print('goes on')\n"
+        "except Interrupted:\n"
+        "    print('interrupted')\n"
+    )
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=PATIENCE_SECONDS)
+    assert said.strip() == ("goes on" if under_nohup else "interrupted")
+
+
+class NotToStart(Supervisor):
+    """Its start fails."""
+
+    def start(self, progress: Any = None, *, again: bool = False) -> None:
+        if again:
+            self._continue_run()
+        raise ActuatorError("no start")
+
+
+def test_each_end_of_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.session.session.Supervisor", NotToStart)
+    for again in (False, True, True):
+        with pytest.raises(ActuatorError, match="no start"):
+            _session(tmp_path, "ends", FakeClock(), again=again).execute()
+        if not again:
+            RunDir(tmp_path / "ends").write({"run_id": "ends"})
+    with closing(Journal(RunDir(tmp_path / "ends").database_url)) as journal:
+        assert [e.kind for e in journal.events() if e.kind is not EventKind.REPLICA_STARTING] == [
+            EventKind.RUN_ENDED,
+            *(EventKind.COMPONENT_RESTARTED, EventKind.RUN_ENDED) * 2,
+        ]

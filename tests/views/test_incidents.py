@@ -415,9 +415,11 @@ def test_a_restart_that_failed_costs_healthy_replicas_until_they_serve() -> None
 
 
 def test_processes_of_a_run_that_was_started_again_need_not_be_kept() -> None:
-    tale = _ready(Tale(), "rollout/1", 1, 100).say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
+    tale = _ready(Tale(), "rollout/1", 1, 100)
+    tale.say(49.0, K.REPLICA_STARTING, replica="standby/0", incarnation=1, node="node-0", because="it still started")
+    tale.say(50.0, K.COMPONENT_RESTARTED, what="supervisor")
     tale = _ready(tale, "rollout/1", 2, 200)
-    assert named_by_plans(tale.events) == {("rollout/1", 1)}
+    assert named_by_plans(tale.events) == {("rollout/1", 1), ("standby/0", 1)}
 
 
 def test_the_partner_of_a_hybrid_costs_from_the_action_until_it_serves() -> None:

@@ -29,6 +29,7 @@ from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.run import ChainHead, StepCommitted, WeightsAdmitted
+from rolecall.core.journal.run_end import run_end
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.accounting.statistics import (
@@ -170,7 +171,7 @@ class AccountingWorker:
             return
         for page in self._reader.pages(journal):
             self._events += self._kept(page.events)
-        ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
+        ended = run_end(self._events[-200:]) is not None
         statistics = self._snapshot.statistics
         if statistics is None or head != self._statistics_head or not ended:
             statistics = self._statistics(journal)
@@ -202,7 +203,7 @@ class AccountingWorker:
         until = counted_until(
             now,
             committed[-1].at if committed else None,
-            ended=any(e.kind is _K.RUN_ENDED for e in events[-200:]),
+            ended=run_end(events[-200:]) is not None,
             watched=lease is not None and lease.expires_at > now,
             has_open_incident=any(s.incident.closed_at is None for s in joined.summaries),
         )

@@ -14,6 +14,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.core.journal.payloads.run import ReplicaReady, StepCommitted
 from rolecall.core.journal.rows import DamagedLine
+from rolecall.core.journal.run_end import recorded_end
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import injected_faults
@@ -173,7 +174,7 @@ def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
         if lent is not None and said.incarnation > lent.incarnation:
             proofs = journal.events(after=start.seq, kinds=(K.WEIGHTS_ADMITTED,), limit=CHUNK_LINES, damaged=[])
             found += [e for e in proofs if lenders.take(e)]
-    ended = journal.last(K.RUN_ENDED) if lenders.open else None
+    ended = recorded_end(journal) if lenders.open else None
     return [*found, *([ended] if ended is not None else [])]
 
 

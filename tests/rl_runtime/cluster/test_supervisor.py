@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -434,6 +435,21 @@ def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     assert rig.actors.starting_most == 4
 
 
+def test_a_start_that_was_fenced_while_it_waited_for_its_turn_is_not_made(rig: Rig) -> None:
+    rig.actors.hold.clear()
+    rollouts = {ReplicaId(f"rollout/{i}") for i in range(operations.ENGINES_AT_ONCE + 1)}
+    for rollout in rollouts:
+        rig.want(rollout, prefer_standby=False)
+    rig.supervisor.tick()
+    eventually(lambda: rig.actors.starting == operations.ENGINES_AT_ONCE, "the others to be starting")
+    (waiting,) = rollouts - {s.replica for s in rig.actors.specs}
+    rig.want(waiting, 2, prefer_standby=False)
+    rig.until(waiting, 1, S.LOST)
+    rig.actors.hold.set()
+    rig.until(waiting, 2, S.READY)
+    assert [s.incarnation for s in rig.actors.specs if s.replica == waiting] == [2]
+
+
 def test_replicas_that_are_no_longer_desired_are_stopped(rig: Rig) -> None:
     rig.want("reward/0")
     record = rig.until("reward/0", 1, S.READY)
@@ -545,15 +561,64 @@ def test_a_run_that_was_cut_off_starts_the_next_incarnation_of_every_replica(rig
         process.wait()
     again = Supervisor(rig.run, rig.supervisor.job, actors=rig.actors, hardware=Hardware(gpus=(), is_cuda_build=False))
     again._held = frozenset()
+    former = rig.run.node_dir(again.nodes[0]) / "raylet.json"
+    former.parent.mkdir(parents=True)
+    former.write_text('{"pid": 1, "start_ticks": 1}')
     again._continue_run()
+    assert not former.exists(), "the agent would report a lost node"
     rig.supervisor = again
     for replica, node in placed.items():
         rig.until(replica, 2, S.READY)
         wanted = rig.journal.desired()[replica]
         assert (wanted.incarnation, wanted.node, wanted.prefer_standby) == (2, node, False)
-    former = rig.actual("trainer/0", 1)
-    assert former is not None and former.state is S.LOST
+    trainer = rig.actual("trainer/0", 1)
+    assert trainer is not None and trainer.state is S.LOST
     assert len(rig.events(EventKind.RUN_STARTED)) == len(rig.events(EventKind.COMPONENT_RESTARTED)) == 1
+
+
+def test_the_agents_of_a_run_that_ends_do_not_see_its_raylets_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would report lost nodes to the watch of the run, once it is continued."""
+    order: list[str] = []
+    monkeypatch.setattr(rig.supervisor.agents, "stop", lambda: order.append("agents"))
+    monkeypatch.setattr(rig.supervisor.cluster, "stop", lambda: order.append("raylets"))
+    rig.supervisor.stop()
+    assert order == ["agents", "raylets"]
+
+
+class Ending(FakeClock):
+    """Ends an outage after `seconds`."""
+
+    def __init__(self, outage: JournalOutage, seconds: float) -> None:
+        super().__init__()
+        self._outage, self._until = outage, self.monotonic() + seconds
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        if self.monotonic() >= self._until:
+            self._outage.end()
+
+
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_a_start_waits_for_its_journal_for_a_limited_time(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    rig.want("reward/0")
+    rig.until("reward/0", 1, S.READY)
+    preparing = Mock(poll=Mock(side_effect=[None, None, 0]))
+    waits: list[Callable[[], None]] = [
+        lambda: rig.supervisor._finish_preparing(preparing),
+        lambda: rig.supervisor._wait_until_ready([ReplicaId("reward/0")]),
+    ]
+    for wait in waits:
+        outage = JournalOutage(rig.journal.store, monkeypatch)
+        rig.supervisor.clock = Ending(outage, share * supervisor_module.JOURNAL_WAIT_SECONDS)
+        outage.start()
+        if share < 1:
+            wait()
+        else:
+            with pytest.raises(JournalUnavailable):
+                wait()
+        outage.end()
 
 
 def test_a_rollout_is_not_drained_without_a_controller(rig: Rig) -> None:

@@ -1,15 +1,17 @@
 """Trainers of the loop that compute for long, fail by their own code, or cannot join, on a simulated fleet."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.core.ids import ReplicaId
+from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.ledger import Ledger
+from rolecall.core.journal.payloads.recovery import HoldLifted, HoldPlaced
+from rolecall.core.membership import Actual, ReplicaState
 from tests.rl_runtime.loop import World, small_job
 
 THREE = {"roles__trainer": 3, "algorithm__microbatches_per_step": 6}
@@ -164,3 +166,69 @@ def test_a_step_that_ends_during_a_stop_is_in_the_ledger_before_it_is_in_a_check
     [commit] = w.fleet.optimizer[3].values()
     assert Ledger(w.journal.store).includes(3, commit.group_ids, commit.ledger)
     assert (3 in w.fleet.checkpoints) == is_written and w.audit().ok
+
+
+async def _nobody_acts(_: World) -> None:
+    await asyncio.sleep(12.0)
+
+
+async def _approved_late(_: World) -> None:
+    await asyncio.sleep(5.0)
+
+
+async def _paused(w: World) -> None:
+    w.journal.set_flag("paused", "bob: an upgrade")
+    await asyncio.sleep(12.0)
+    w.journal.set_flag("paused", None)
+    await asyncio.sleep(5.0)
+
+
+async def _held(w: World) -> None:
+    for digest, seconds in (("p-1", 12.0), ("p-2", 1000.0)):
+        w.journal.append(HoldPlaced(digest=digest, by="bob", because="", until=w.clock.wall() + seconds))
+    w.journal.append(HoldLifted(digest="p-2", by="bob", because=""))
+    await asyncio.sleep(17.0)
+
+
+async def _lifted(w: World) -> None:
+    w.journal.append(HoldPlaced(digest="p-1", by="bob", because="", until=w.clock.wall() + 1000.0))
+    w.journal.append(HoldLifted(digest="p-1", by="bob", because=""))
+    await asyncio.sleep(12.0)
+
+
+async def _slow_to_start(w: World) -> None:
+    record = Actual(replica=ReplicaId("trainer/0"), incarnation=2, node=NodeId("node-0"), state=ReplicaState.STARTING)
+    w.journal.set_actual(record)
+    await asyncio.sleep(12.0)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "outcome"),
+    [
+        (_nobody_acts, "failed"),
+        (_lifted, "failed"),
+        (_approved_late, "completed"),
+        (_paused, "completed"),
+        (_held, "completed"),
+        (_slow_to_start, "completed"),
+    ],
+)
+def test_a_run_without_trainers_waits_as_long_as_recovery_can_replace_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[World], Awaitable[None]], outcome: str
+) -> None:
+    monkeypatch.setattr("rolecall.rl_runtime.controller.trainer_group.NO_TRAINER_SECONDS", 2.0)
+
+    async def script(w: World) -> None:
+        await until(lambda: w.controllers[-1].state.step == 2)
+        for trainer in ("trainer/0", "trainer/1"):
+            w.fleet.kill(trainer)
+        await meanwhile(w)
+        for trainer in ("trainer/0", "trainer/1"):
+            w.fleet.start(ReplicaId(trainer), 2)
+
+    w = world(tmp_path, script, num_steps=4, recovery__approval_timeout_seconds=4.0)
+    w.recovers = False
+    w.run()
+    assert w.outcome is not None and w.outcome.outcome == outcome, w.outcome
+    if outcome == "failed":
+        assert w.outcome.because == "timed out after 6.0 s waiting for a trainer"

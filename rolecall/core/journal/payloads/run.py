@@ -33,9 +33,9 @@ class RunStarted(Payload):
 
 @event(K.RUN_ENDED, SESSION)
 class RunEnded(Payload):
-    """The run is over; only late evidence and reviews are written after it."""
+    """The run is over, unless `rolecall up` continues it; else only late evidence and reviews are written after it."""
 
-    outcome: Annotated[str, "`done`, `failed` or `interrupted`"]
+    outcome: Annotated[str, "`completed`, `stopped`, `failed` or `interrupted`"]
     because: Annotated[str, "why it ended"]
     faults_wanted: Annotated[int, "faults that the session requested"] = 0
 
@@ -305,3 +305,8 @@ class ComponentRestarted(Payload):
     what: Annotated[str, "`agent`, `watch`, or `supervisor`: the whole run was started again"]
     node: Annotated[str, "node of the agent; empty for the others"]
     because: Annotated[str, "how it ended"]
+
+    @property
+    def continues_run(self) -> bool:
+        """An earlier `run_ended` is not the end of the run."""
+        return self.what == "supervisor"

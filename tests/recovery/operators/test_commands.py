@@ -48,7 +48,7 @@ def test_an_approved_plan_is_performed_once(tmp_path: Path) -> None:
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
     with pytest.raises(CommandRefused, match="no open plan"):
         commands.approve_plan(run, digest, "alice", world.clock)
-    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "incident_closed"]
+    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "plan_approved", "incident_closed"]
 
 
 def test_an_approval_is_for_one_digest(tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_proposal_lapses_and_an_operator_is_reported(tmp_path: Path) -> None:
         commands.approve_plan(run, digest, "alice", world.clock)
     world.run(30, watch)
     assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
-    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "oncall_paged"]
-    assert "not approved for 60 s" in world.notifier.messages[1].because
+    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "plan_expired", "oncall_paged"]
+    assert all("not approved for 60 s" in m.because for m in world.notifier.messages[1:])
 
 
 def test_an_approval_that_cannot_be_used_in_time_lapses_too(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def provide_token(data_dir: Path, token: str) -> None:
         _new_file(data_dir, token).replace(path)
 
 
-def create(data_dir: Path) -> None:
+def create_data_dir(data_dir: Path) -> None:
     """Raises OSError."""
     if not data_dir.is_dir():
         data_dir.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
@@ -84,7 +84,7 @@ def create(data_dir: Path) -> None:
 
 
 def _new_file(data_dir: Path, token: str) -> Path:
-    create(data_dir)
+    create_data_dir(data_dir)
     descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
     with os.fdopen(descriptor, "w") as f:
         f.write(token + "\n")

@@ -21,7 +21,15 @@ from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import Probes
-from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME, TOKEN_NAME, create, provide_token, remove
+from rolecall.agent.data_dir import (
+    PAGES_MODE,
+    SOCKET_MODE,
+    SOCKET_NAME,
+    TOKEN_NAME,
+    create_data_dir,
+    provide_token,
+    remove,
+)
 from rolecall.agent.disk_space import DiskWatch, disk_space
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
@@ -108,7 +116,7 @@ class Agent:
         """
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
-        create(self._dir)
+        create_data_dir(self._dir)
         (self._dir / "pages").mkdir(exist_ok=True, mode=0o700)
         if settings.group_registers:
             (self._dir / "pages").chmod(PAGES_MODE)

@@ -49,15 +49,7 @@ from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.borrowing import comebacks
 from rolecall.recovery.fleet_view import FleetView, RunPlaces, fleet_view
 from rolecall.recovery.guards import Situation
-from rolecall.recovery.incidents import (
-    UNDER_REPAIR,
-    WINDOW_NAME,
-    ActionFailure,
-    Incident,
-    IncidentProjection,
-    IncidentState,
-    open_incident,
-)
+from rolecall.recovery.incidents import UNDER_REPAIR, WINDOW_NAME, ActionFailure, Incident, IncidentState
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures, evidence_key
 from rolecall.recovery.next_step import (
@@ -74,6 +66,7 @@ from rolecall.recovery.next_step import (
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes, returned_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import FULL_DISK, PolicyInput, busy_replicas, decide, lost_nodes, question
+from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.recovery.triage import (
     TriageAction,
     failed_burn_ins,
@@ -108,8 +101,8 @@ UNAVAILABLE_TICKS_MAX = 300
 have the same journal and would have forgotten what the detectors have seen. A run waits 120 s for it."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 LATE_EXIT_SECONDS = 60.0
-"""What an action was to end and still runs so long after its incident runs on. Until then its end would be no fault:
-systems give processes time to end, 30 s as a rule, and agents of a large fleet are asked every 10 s."""
+"""What an action was to end and still runs so long after it failed, or after its incident closed, runs on. Until then
+its end is no fault: processes get time to end, 30 s as a rule, and agents of a large fleet are asked every 10 s."""
 REDISCOVERY_SECONDS = 60.0
 """The absence of a diagnosis that an earlier watch made says nothing for this long, unless its plan was performed: the
 detectors of a restarted watch need up to 33 s for a slow replica."""
@@ -526,13 +519,13 @@ class Watch:
 
     def _ending(self) -> set[str]:
         """Replicas that an action ends, or that may end because of one though it failed."""
-        now = self._time.now()
+        since = self._time.now() - LATE_EXIT_SECONDS
         return {
             replica
             for incident in self._projection.incidents.values()
-            if incident.state in UNDER_REPAIR or now - (incident.closed_at or 0.0) < LATE_EXIT_SECONDS
             for attempt in incident.attempts
             if attempt.started_at is not None
+            if max(attempt.failed_at or 0.0, incident.closed_at or 0.0) >= since or incident.state in UNDER_REPAIR
             for replica in attempt.plan.ends
         }
 

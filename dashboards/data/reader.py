@@ -34,8 +34,9 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
 from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
-from rolecall.recovery.incidents import Incident, IncidentProjection
+from rolecall.recovery.incidents import Incident
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.views import observed_capabilities, observed_course, observed_ranks
 from rolecall.views.incidents import InjectedFault, parse_injections
 from rolecall.views.journal_reader import JournalReader

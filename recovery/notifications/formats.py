@@ -21,8 +21,8 @@ from urllib.parse import quote, urlsplit
 
 from rolecall.core.config.job import NotifyFormat
 from rolecall.core.journal.events import EventKind
-from rolecall.recovery.incidents import PROPOSAL_ENDS
 from rolecall.recovery.interfaces import Message
+from rolecall.recovery.projection import PROPOSAL_ENDS
 
 TEST = "test"
 """`Message.kind` of a test message, which is no event of a journal."""

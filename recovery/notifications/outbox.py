@@ -10,8 +10,9 @@ from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import in_words
-from rolecall.recovery.incidents import PROPOSAL_ENDS, Incident, IncidentOutcome, IncidentProjection
+from rolecall.recovery.incidents import Incident, IncidentOutcome
 from rolecall.recovery.interfaces import Message, Notifier
+from rolecall.recovery.projection import PROPOSAL_ENDS, IncidentProjection
 
 NOTIFIED_FLAG = "notified"
 RESOLVING_OUTCOMES = (IncidentOutcome.RESOLVED, IncidentOutcome.SELF_RECOVERED, IncidentOutcome.ENDED)

@@ -48,9 +48,7 @@ from rolecall.recovery.incidents import (
     Attempt,
     Decision,
     Incident,
-    IncidentProjection,
     IncidentState,
-    open_incident,
 )
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
@@ -58,6 +56,7 @@ from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, 
 from rolecall.recovery.operators.queries import known
 from rolecall.recovery.operators.run_location import RunLocation, check_request, checked_name, journal_of, opened
 from rolecall.recovery.policy import lost_nodes
+from rolecall.recovery.projection import IncidentProjection, open_incident
 
 S = IncidentState
 

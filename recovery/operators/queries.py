@@ -20,21 +20,13 @@ from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_of
 from rolecall.recovery.guards import HOUR_SECONDS, MODE, num_evictions
-from rolecall.recovery.incidents import (
-    NO_CHANNEL,
-    RIGHT,
-    WRONG,
-    Incident,
-    IncidentProjection,
-    IncidentState,
-    evictions,
-    paged_text,
-)
+from rolecall.recovery.incidents import NO_CHANNEL, RIGHT, WRONG, Incident, IncidentState, evictions, paged_text
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.run_location import RunLocation, opened
 from rolecall.recovery.policy import PolicyInput, decide
+from rolecall.recovery.projection import IncidentProjection
 
 K = EventKind
 NAMES_SHOWN_MAX = 20

@@ -14,7 +14,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.journal.database import checked_url, redacted
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.incidents import IncidentProjection
+from rolecall.recovery.projection import IncidentProjection
 
 NAME_CHARS_MAX = 64
 """Of a user's name: it is shown in tables and sentences."""

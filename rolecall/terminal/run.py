@@ -18,7 +18,7 @@ from rich.text import Text
 from rolecall.core.ids import role_of
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import in_words, plain, seconds
-from rolecall.recovery.incidents import IncidentProjection
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import evaluation_sentence, headline
 from rolecall.views.journal_reader import JournalReader

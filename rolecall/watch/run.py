@@ -47,12 +47,12 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
 from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.actuators.targets.target import Target
-from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.target import target_of
 from rolecall.recovery.operators import queries
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource

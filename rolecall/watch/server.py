@@ -36,8 +36,9 @@ from rolecall.core.nodes import QUARANTINE_KINDS, nodes_quarantined_by
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import os_reason, plain
 from rolecall.recovery.fleet_view import RunPlaces, fleet_view
-from rolecall.recovery.incidents import Incident, IncidentProjection, IncidentState
+from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.run_totals import run_account
 from rolecall.watch.addresses import EndpointAnnouncement, ListenAddress, own

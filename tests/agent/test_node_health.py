@@ -30,7 +30,7 @@ from rolecall.core.journal.payloads.recovery import NodeQuarantined
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.node_faults import FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS
-from rolecall.recovery.incidents import IncidentProjection, open_incident
+from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.watch.addresses import ListenAddress
 from rolecall.watch.meter import Meter
 from rolecall.watch.server import JournalMetricsPoller, WatchServer

@@ -15,10 +15,10 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.recovery import IncidentClosed, NodeQuarantined
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.loop import LEASE_NAME
 from rolecall.recovery.nodes import known_nodes
 from rolecall.recovery.operators import queries
+from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.testing.recovery_world import diagnosis
 from rolecall.views import observed_ranks
 from rolecall.views.observed_ranks import ObservedRank

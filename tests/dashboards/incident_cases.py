@@ -14,9 +14,9 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.testing.recovery_world import diagnosis
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 from tests.detector.courses import STEP_SECONDS, reported

@@ -18,9 +18,9 @@ from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, rea
 from rolecall.dashboards.pages.incidents.table import row_of
 from rolecall.dashboards.pages.incidents.timeline import incident_summary
 from rolecall.dashboards.pages.incidents.view import head
-from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.operators import queries
 from rolecall.recovery.operators.run_location import JournalLocation
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.reports.html import render_html
 from rolecall.reports.report import write_report
 from rolecall.terminal.run import render, summary

@@ -39,10 +39,11 @@ from rolecall.dashboards.pages.incidents.table import row_of
 from rolecall.dashboards.pages.incidents.timeline import build_timeline
 from rolecall.dashboards.pages.incidents.view import findings, head, plan_sections
 from rolecall.detector.base.findings import COLLAPSE, WRONG_NUMBERS, WRONG_NUMBERS_ONCE
-from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome, IncidentProjection, fold
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome, fold
 from rolecall.recovery.notifications.outbox import message
 from rolecall.recovery.operators import queries
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.terminal.run import render
 from rolecall.views.incidents import IncidentSummary
 from rolecall.views.snapshot import RunSnapshotProjection

@@ -15,6 +15,7 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.loop import LATE_EXIT_SECONDS, Watch
 from rolecall.testing.recovery_world import FakeSource
+from tests.recovery.simulated_kill import KillableJournal, SimulatedKill
 from tests.recovery.world import World
 
 K = EventKind
@@ -115,3 +116,30 @@ def test_what_runs_on_after_an_action_that_was_refused_is_watched(tmp_path: Path
     world.runtime.inject("reward/0", FaultClass.CRASH)  # as the action meant it to
     world.run(LATE_EXIT_SECONDS, watch)
     assert ends & set(world.detector.forgotten) == ({("reward/0", 2)} if calls else set())
+
+
+def test_a_watch_that_takes_over_does_not_watch_either_what_a_failed_action_may_still_end(tmp_path: Path) -> None:
+    """The first one dies between the failure and the next plan."""
+    world = World(tmp_path, replicas_at_once_max=2)
+    actuator = Scheduled(world.journal, calls=True)
+    first, second = (
+        Watch(
+            *(journal, FakeSource(world.clock), world.detector, actuator, world.config, world.notifier, world.clock),
+            holder,
+        )
+        for journal, holder in (
+            (KillableJournal(world.url, clock=world.clock, switch=world.switch), "host:1:1"),
+            (world.journal, "host:2:1"),
+        )
+    )
+    world.run(2, first)
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.until(lambda: actuator.num_performed, first)
+    world.switch.dies_before = "append plan_created"
+    with pytest.raises(SimulatedKill):
+        world.run(10, first)
+    assert len(world.events(K.ACTION_FAILED)) == 1 and not world.all_closed()
+    world.until(world.all_closed, second)
+    assert {("rollout/1", 2), ("reward/0", 2)} <= set(world.detector.forgotten)
+    world.run(2 * LATE_EXIT_SECONDS, second)
+    assert ("reward/0", 2) not in world.detector.forgotten

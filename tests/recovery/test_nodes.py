@@ -13,12 +13,13 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.contract import PAYLOADS
 from rolecall.core.nodes import nodes_quarantined_by, quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents import IncidentOutcome, IncidentProjection
+from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.next_step import to_quarantine
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands, queries
 from rolecall.recovery.operators.commands import drain_node
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import made_event
 from tests.recovery.simulated_kill import KillableJournal, KillSwitch, SimulatedKill

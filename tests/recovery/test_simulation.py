@@ -14,8 +14,9 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incidents import UNDER_REPAIR, IncidentOutcome, IncidentProjection
+from rolecall.recovery.incidents import UNDER_REPAIR, IncidentOutcome
 from rolecall.recovery.loop import Watch
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.testing.recovery_world import FLEET
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill

@@ -37,8 +37,8 @@ from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery import guards
-from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.operators import commands
+from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.testing.recovery_world import FakeSource, diagnosis
 from rolecall.views.run_totals import NUM_ROLES_MAX
 from rolecall.watch.addresses import (

@@ -19,7 +19,8 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.incidents.table import first_line
-from rolecall.recovery.incidents import INCIDENT_KINDS, WINDOW_NAME, Incident, IncidentProjection
+from rolecall.recovery.incidents import INCIDENT_KINDS, WINDOW_NAME, Incident
+from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.incidents import AwayReplicas, InjectedFault
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records

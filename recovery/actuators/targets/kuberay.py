@@ -82,36 +82,36 @@ class KubeRay:
             if not order.begun:
                 raise ActuatorError(f"no process of {order.replica}#{order.incarnation} is seen: nothing to delete")
             return (yield from self._finish(f"{order.replica}#{order.incarnation} has ended"))
-        it = _Progress()
+        progress = _Progress()
         try:
             try:
-                return (yield from self._delete(order, it)) + it.cordoned
+                return (yield from self._delete(order, progress)) + progress.cordoned
             except HasEnded as e:
                 # Gone with its node, whose cordon was waited for, too: KubeRay makes another one.
-                if order.begun or it.asked or it.cordoned:
-                    ended = f"{order.replica}#{order.incarnation} has ended: {e}{it.cordoned}"
+                if order.begun or progress.asked or progress.cordoned:
+                    ended = f"{order.replica}#{order.incarnation} has ended: {e}{progress.cordoned}"
                     return (yield from self._finish(ended))
                 raise
             except ActuatorError:
-                for group, pods in it.asked.items():
+                for group, pods in progress.asked.items():
                     yield from self._clear(group, tuple(p.name for p in pods))
                 raise
         except ActuatorError as e:
-            raise ActuatorError(f"{e}{it.cordoned}") from None
+            raise ActuatorError(f"{e}{progress.cordoned}") from None
 
-    def _delete(self, order: Order, it: _Progress) -> Procedure:
+    def _delete(self, order: Order, progress: _Progress) -> Procedure:
         tried = Reply(status=NOT_SENT)
         for n in range(TRIES_MAX):
             cluster = yield from self._cluster(f"cluster-{n}")
-            for name, pods in it.asked.items():
+            for name, pods in progress.asked.items():
                 names, group = tuple(p.name for p in pods), self._groups(cluster).get(name)
                 if group is not None and group.listed == names:
-                    it.asked.clear()
+                    progress.asked.clear()
                     return (yield from self._wait_and_clear(cluster, group, names, pods))
-            partly = order.begun or bool(it.cordoned)
+            partly = order.begun or bool(progress.cordoned)
             pods, by_node = yield from self._find(order, n, partly=partly)
-            if order.leave_node and not it.cordoned and order.node not in by_node and order.begun:
-                it.cordoned = yield from self._api.cordoned_before(order)
+            if order.leave_node and not progress.cordoned and order.node not in by_node and order.begun:
+                progress.cordoned = yield from self._api.cordoned_before(order)
             group = self._group_of(cluster, pods, whole=not partly)
             names = tuple(p.name for p in pods)
             existing = yield from self._existing(group, n)
@@ -120,10 +120,10 @@ class KubeRay:
                     f"{self._words}: group {group.name} is already to lose {', '.join(existing)}, which rolecall did"
                     " not ask for; nothing was ended"
                 )
-            if order.leave_node and not it.cordoned:
+            if order.leave_node and not progress.cordoned:
                 if order.node not in by_node:
                     raise ActuatorError(f"no rank of {order.replica} is on {order.node}, which it should leave")
-                it.cordoned = yield from self._api.cordon(by_node[order.node].node, order)
+                progress.cordoned = yield from self._api.cordon(by_node[order.node].node, order)
             if set(names) <= set(group.listed):  # an earlier watch has asked for it
                 return (yield from self._wait_and_clear(cluster, group, group.listed, pods))
             tried = yield self._patch(
@@ -133,10 +133,10 @@ class KubeRay:
                 _listing(group, names),
             )
             if tried.status == 200:
-                it.asked.clear()
+                progress.asked.clear()
                 return (yield from self._wait_and_clear(cluster, group, names, pods))
             if tried.unavailable:
-                it.asked[group.name] = pods
+                progress.asked[group.name] = pods
             elif tried.status not in (CONFLICT, TEST_FAILED):
                 break
         raise ActuatorError(f"{self._words} was not changed: {said(tried)}")

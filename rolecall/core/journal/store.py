@@ -231,7 +231,7 @@ def _use_wal(cursor: Any) -> None:
             return
         except sqlite3.OperationalError as e:
             if "locked" not in str(e) or clock.monotonic() > deadline:
-                raise  # not an outage
+                raise
         clock.sleep(MODE_RETRY_SECONDS)
 
 

@@ -108,7 +108,9 @@ def _page(child: Child, tmp_path: Path) -> PageState:
 def test_without_an_agent_one_warning_and_on(child: Child, tmp_path: Path) -> None:
     child.do("reporter.BEAT_SECONDS = 0.001; reporter.BEATS_PER_AGENT_CHECK = 1; reporter.start()")
     child.do("exec('for n in range(5):\\n with reporter.step(n): pass')")
-    child.do("import time; time.sleep(0.1)")  # dozens of searches
+    child.do("reporter.searches, reporter.search = [], reporter._find_agent")
+    child.do("reporter._find_agent = lambda: (reporter.searches.append(1), reporter.search())[1]")
+    child.do("exec('import time\\nwhile len(reporter.searches) < 12: time.sleep(0.001)')")
     page = _page(child, tmp_path)
     assert (page.step, page.progress, page.work_units, page.phase) == (4, 5, 5, "step")
     warning = child.close()

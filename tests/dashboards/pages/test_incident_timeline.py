@@ -34,7 +34,7 @@ from rolecall.dashboards.pages.incidents.view import (
     quantity,
     recovery_section,
 )
-from rolecall.recovery.incidents import IncidentProjection
+from rolecall.recovery.projection import IncidentProjection
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
 from tests.dashboards.made_runs import MadeRun
 from tests.events import filled, made_event

@@ -188,7 +188,8 @@ def _execute(
     except FileExistsError:
         raise ConfigError([f"--id: a run {run_id!r} exists already in {runs}"]) from None
     except Interrupted:
-        out(f"interrupted: every process of run {run_id} has been stopped; `rolecall up` continues it")
+        name = RunDir(runs / run_id).shell_name
+        out(f"interrupted: every process of run {run_id} has been stopped; to continue it: rolecall up {name}")
         return 130
     screen.print(summary(report))
     if dashboard:

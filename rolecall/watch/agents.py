@@ -16,6 +16,7 @@ that `rolecall status`, `incidents` and `replay` work on it as on any other run.
 import json
 import logging
 import re
+import shutil
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -30,9 +31,10 @@ from urllib.parse import urlsplit
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig
-from rolecall.core.errors import ConfigError, JournalError
+from rolecall.core.errors import ConfigError, JournalError, RolecallError
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import ID_PATTERN, ProcessId, checked_id, split_replica
+from rolecall.core.journal.database import redacted, run_url
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample
@@ -61,6 +63,8 @@ HELD_SECONDS = 15.0
 agent may be a few polls behind."""
 NUM_PLACES_MAX = 65_536
 REPLICA_MAX = 999_999
+_IN_CONFIG = {"recovery", "detector", "journal"}
+"""What run.json holds as parts of a job; a journal's URL may have a password."""
 Named = TypeVar("Named", ProcessSample, AgentEvent)
 
 
@@ -279,32 +283,54 @@ def observing_run(
     clock: Clock | None = None,
 ) -> RunDir:
     """A run directory for a watch over these agents; continues one that a watch created under this name. `webhook_url`
-    replaces that of the configuration. `watched`: of the watch file; None: none was given. Raises InvalidId: `run_id`
-    is not valid; ConfigError: the name belongs to a run that rolecall started."""
+    replaces that of the configuration. `watched`: of the watch file; None: none was given.
+
+    Raises:
+        InvalidId: `run_id` is not valid. ConfigError: the name belongs to a run that rolecall started, or to a watched
+        one whose journal is elsewhere; the SQLite file of the watch file is another run's.
+        JournalError: the journal cannot be created or opened.
+    """
     checked_id(run_id, "run id")
     file, watched = watched, watched or WatchedConfig()
     recovery = watched.recovery.model_dump(mode="json")
     recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
-    value = {"name": run_id, "recovery": recovery, "detector": watched.detector.model_dump(mode="json")}
-    config = parse_job(value).model_dump(mode="json")
+    detector = watched.detector.model_dump(mode="json")
+    job = parse_job({"name": run_id, "recovery": recovery, "detector": detector, "journal": watched.journal})
     run, created_at = RunDir((root / run_id).resolve()), (clock or SystemClock()).wall()
     if run.path.exists():
         if "agents" not in run.read():
             raise ConfigError([f"--id: {run_id!r} is a run that rolecall started itself, in {root}"])
+        if job.journal is not None and run_url(job.journal, run.run_id) != run.database_url:
+            where = redacted(run.database_url)
+            raise ConfigError([f"journal: {run_id!r} has its journal at {where}; another journal needs another --id"])
         created_at = run.created_at
     else:
-        run = create_run_dir(root, run_id)
+        run = _created(root, run_id, job.journal)
     run.write(
         {
             "run_id": run_id,
             "created_at": created_at,
-            "config": config,
+            "config": job.model_dump(mode="json"),
             "agents": dict(agents),
-            "watched": None if file is None else file.model_dump(mode="json", exclude={"recovery", "detector"}),
+            "watched": None if file is None else file.model_dump(mode="json", exclude=_IN_CONFIG),
         }
     )
     with closing(Journal(run.database_url)) as journal:  # creates it, so that other commands can read it
         journal.set_flag(WATCHED_FLAG, " ".join(sorted(agents)))
+    return run
+
+
+def _created(root: Path, run_id: str, journal: str | None) -> RunDir:
+    """Run directory and journal: both, or neither. A journal in PostgreSQL may be that of a watch on another host."""
+    run = create_run_dir(root, run_id, journal)
+    try:
+        with closing(Journal(run.database_url)) as opened:
+            shared = not run.database_url.startswith("sqlite") and opened.flag(WATCHED_FLAG) is not None
+            if opened.head().position and not shared:
+                raise ConfigError([f"journal: {opened.store.where} holds the journal of another run"])
+    except (RolecallError, OSError):
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run
 
 

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ConfigError, JournalError, JournalUnavailable
 from rolecall.core.ids import RunId
 from rolecall.core.journal import store
@@ -21,6 +23,7 @@ from rolecall.core.journal.database import checked_url, redacted, run_url
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import create_run_dir
+from rolecall.watch.agents import observing_run
 from tests import postgres
 from tests.core.test_journal import WRITER
 from tests.events import filled
@@ -179,6 +182,28 @@ def test_another_process_opens_the_database_of_a_run_directory(
     assert journal.verify().position == 3
     journal.close()
     assert not (run.path / "journal.db").exists()
+
+
+def test_watches_on_two_hosts_share_the_journal_of_a_job(postgres_server: postgres.Server, tmp_path: Path) -> None:
+    """Neither sees the other's run directory; the lease in the journal says which one leads."""
+    file = parse_watched({"journal": postgres_server.url})
+    here = observing_run(tmp_path / "here", "pg-watched", {"n": "http://a:1"}, watched=file)
+    with closing(Journal(here.database_url, create=False)) as journal:
+        _append(journal, 0)
+    there = observing_run(tmp_path / "there", "pg-watched", {"n": "http://a:1"}, watched=file)
+    with closing(Journal(there.database_url, create=False)) as journal:
+        assert journal.head().position == 1
+    Journal(create_run_dir(tmp_path, "pg-own", postgres_server.url).database_url).close()
+    with closing(Journal(run_url(postgres_server.url, RunId("pg-own")))) as journal:
+        _append(journal, 0)
+    with pytest.raises(ConfigError, match="holds the journal of another run"):
+        observing_run(tmp_path / "there", "pg-own", {}, watched=file)
+
+
+def test_no_password_of_a_watch_file_is_in_run_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.watch.agents.Journal", lambda url: Journal(f"sqlite:///{tmp_path}/journal.db"))
+    run = observing_run(tmp_path, "r", {}, watched=parse_watched({"journal": WITH_PASSWORD}))
+    assert SECRET in run.database_url and SECRET not in (run.path / "run.json").read_text()
 
 
 # --- URLs and passwords -------------------------------------------------------------------------------------------

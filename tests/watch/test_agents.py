@@ -1,6 +1,7 @@
 """`rolecall watch agents` over HTTPS and with users: the addresses, the names, and the source itself."""
 
 import ssl
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ import yaml
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.errors import ConfigError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import bearer_token, open_run_dir
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.watch.agents import listed, named_agents, node_of, observing_run
 from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
 from tests.agent.test_settings import QUIET, running
+from tests.events import filled
 from tests.support import eventually
 
 
@@ -79,3 +83,28 @@ def test_a_watched_run_stays_as_old_as_it_is_when_its_agents_change(tmp_path: Pa
     clock.advance(1)
     assert observing_run(tmp_path, "older", {"n": "http://a:1"}, clock=clock).read()["created_at"] == created_at
     assert open_run_dir(tmp_path, "latest").run_id == "newer"
+
+
+def test_the_watch_file_says_where_the_journal_is(tmp_path: Path) -> None:
+    file = parse_watched({"journal": f"sqlite:///{tmp_path}/elsewhere.db"})
+    run = observing_run(tmp_path, "job", {"n": "http://a:1"}, watched=file)
+    assert run.database_url == file.journal and (tmp_path / "elsewhere.db").exists()
+    assert not (run.path / "journal.db").exists()
+    assert observing_run(tmp_path, "job", {}, watched=file).path == run.path
+    assert observing_run(tmp_path, "job", {}).database_url == file.journal, "as it was without a watch file"
+    with pytest.raises(ConfigError, match=r"'job' has its journal at sqlite:.*elsewhere\.db; another journal needs"):
+        observing_run(tmp_path, "job", {}, watched=parse_watched({"journal": f"sqlite:///{tmp_path}/other.db"}))
+
+
+def test_a_file_with_the_journal_of_another_run_is_refused_and_leaves_no_run(tmp_path: Path) -> None:
+    file = parse_watched({"journal": f"sqlite:///{tmp_path}/elsewhere.db"})
+    with closing(Journal(observing_run(tmp_path, "job", {}, watched=file).database_url)) as journal:
+        journal.append(filled(EventKind.LEASE_ACQUIRED))
+    with pytest.raises(ConfigError, match=r"elsewhere\.db holds the journal of another run"):
+        observing_run(tmp_path, "second", {}, watched=file)
+    assert not (tmp_path / "second").exists()
+
+
+def test_a_journal_that_a_watch_file_cannot_have_is_its_problem() -> None:
+    with pytest.raises(ConfigError, match="journal: mysql is not supported"):
+        parse_watched({"journal": "mysql://me@host/db"})

@@ -14,8 +14,6 @@ from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
     ValidationError,
-    field_serializer,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -25,10 +23,10 @@ from rolecall.core.config.data import DataConfig, EnvironmentConfig, EvaluationC
 from rolecall.core.config.logging import LoggingConfig
 from rolecall.core.config.lora import LoraSettings
 from rolecall.core.config.optimizer import OptimizerConfig
-from rolecall.core.config.section import PositiveInt, Ratio, RecoveryMode, Seconds, Section
+from rolecall.core.config.section import JournalUrl, PositiveInt, Ratio, RecoveryMode, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
-from rolecall.core.journal.database import checked_url, redacted
+from rolecall.core.journal.database import redacted
 from rolecall.core.membership import STANDBY_ROLE, STANDBY_ROLES, TRAINER_STANDBY_ROLE
 from rolecall.core.text import counted, os_reason
 
@@ -368,7 +366,7 @@ class JobConfig(Section):
     """Steps: each trains a batch, is committed once, and makes a policy version."""
     injection_allowed: bool = False
     """Whether `rolecall inject` may touch this job's processes."""
-    journal: str | None = None
+    journal: JournalUrl = None
     """Location of journal and ledger: postgresql://USER@HOST/DATABASE (each run creates its own schema) or
     sqlite:////PATH/TO/FILE. null: a SQLite file in the run directory. Keep a password in ~/.pgpass."""
     model: ModelConfig = ModelConfig()
@@ -392,11 +390,6 @@ class JobConfig(Section):
     detector: DetectorConfig = DetectorConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     logging: LoggingConfig = LoggingConfig()
-
-    @field_validator("journal")
-    @classmethod
-    def _journal(cls, value: str | None) -> str | None:
-        return None if value is None else checked_url(value)
 
     @model_validator(mode="after")
     def _data(self) -> "JobConfig":
@@ -552,11 +545,6 @@ class JobConfig(Section):
         unused |= {"evaluation"} if self.evaluation is None else set()
         unused |= {"logging"} if not self.logging.names else set()
         return {k: v for k, v in dumped.items() if k not in unused}
-
-    @field_serializer("journal")
-    def _without_password(self, value: str | None) -> str | None:
-        # For run.json and the report; `RunDir.database_path` has the whole URL.
-        return None if value is None else redacted(value)
 
     @property
     def max_response_tokens(self) -> int:

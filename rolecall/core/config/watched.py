@@ -16,7 +16,7 @@ from rolecall.core.config.actuators import (
     VerlActuator,
 )
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig, problems_of, read_yaml_file
-from rolecall.core.config.section import RecoveryMode, Seconds, Section
+from rolecall.core.config.section import JournalUrl, RecoveryMode, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 
@@ -62,6 +62,10 @@ class WatchedConfig(Section):
     """Of one action, all its calls together."""
     nvsentinel: NvSentinelConfig | None = None
     """Whether NVSentinel has cordoned the nodes of an incident, and why, becomes evidence of it. null: not read."""
+    journal: JournalUrl = None
+    """As in a job file: postgresql://USER@HOST/DATABASE, for watches on several hosts of which one leads, and for
+    folders of runs on a network file system, where SQLite must not be used. null: a SQLite file in the run directory.
+    """
 
     @property
     def orphans_mode(self) -> RecoveryMode:

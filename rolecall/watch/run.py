@@ -55,7 +55,7 @@ from rolecall.recovery.operators import queries
 from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
-from rolecall.watch.agents import UniqueReplicaSource
+from rolecall.watch.agents import AgentsFile, UniqueReplicaSource
 from rolecall.watch.evidence.node_health import NvSentinelHealth
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
@@ -233,7 +233,7 @@ def watch_run(
     run: RunDir,
     seconds: float | None = None,
     authorization: str = "",
-    living: Callable[[], Mapping[str, str]] | None = None,
+    living: AgentsFile | None = None,
     metrics: MetricsEndpoint | None = None,
     approve: bool = False,
     *,
@@ -242,8 +242,8 @@ def watch_run(
     only_job: str = "",
 ) -> int:
     """Watches until the run ends, `seconds` have passed, or SIGTERM; with `stop`, until that is set. Returns the
-    exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
-    (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
+    exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents,
+    instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
     port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`. `show`: is called with
     what is watched, about once a second. `only_job`: run id or rendezvous of the job to watch, or
     `all`; empty: the first that is seen.
@@ -280,9 +280,16 @@ def watch_run(
         logger.warning(
             "watch %s leads %s already: this one stands by, and takes over when it ends", lease.holder, run.run_id
         )
-    listed = _AgentList(living or (lambda: agents or agent_urls(run)))
-    poll_seconds, forgets = job.detector.poll_seconds, living is not None
-    source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)
+    listed = _AgentList(living.urls if living is not None else lambda: agents or agent_urls(run))
+    poll_seconds = job.detector.poll_seconds
+    source = AgentsSource(
+        listed,
+        clock,
+        poll_seconds,
+        authorization=authorization,
+        forgets=living is not None,
+        doubt=living.doubt if living is not None else lambda _: None,
+    )
     notifier: Notifier = LogNotifier()
     if target is not None:
         deadman_seconds = job.recovery.deadman_seconds

@@ -5,7 +5,9 @@ process belongs to the next one if its rank has another process in this one, or 
 that an agent repeats to a new watch are of the past and count nothing. The journal's desired and actual state follow
 what is seen: recovery then reads the same records as of a run of rolecall.
 
-A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped.
+A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped. A job that
+starts again with fewer ranks is whole with these: its processes say how many there are, or the ranks 0 to n-1 run for
+`SHRUNK_SECONDS`, no other one starts, and none of the incarnation before runs.
 
 Only the watch that leads writes, under its lease: one that stood still while another led writes nothing more. One that
 stands by takes over the leader's numbers, and adds what it sees itself.
@@ -44,6 +46,8 @@ start times began again."""
 SILENT_SECONDS = 60.0
 """A process that its agent, which answers, has not sampled for this long has ended."""
 SWEEP_SECONDS = 10.0
+SHRUNK_SECONDS = 60.0
+"""Ranks that start together are seen within this time; until then a replica may have restarted in part."""
 FOREIGN = "~"
 """Before the replica of a process of another job, in what is kept."""
 SEEN = "as its processes were seen"
@@ -51,13 +55,19 @@ One = TypeVar("One", ProcessSample, AgentEvent)
 
 
 class _Registered(NamedTuple):
-    """`at`: wall seconds of its node."""
+    """`at`: wall seconds of its node. `world_size`: ranks of its job; 0: not known."""
 
     job: str
     rendezvous: str
     pod_uid: str
     slurm_step: str
     at: float
+    world_size: int = 0
+
+    @property
+    def kept(self) -> tuple[str | float, ...]:
+        """In the journal: `world_size` is used once."""
+        return self[:-1]
 
 
 _UNKNOWN = _Registered("", "", "", "", 0.0)
@@ -65,12 +75,14 @@ _UNKNOWN = _Registered("", "", "", "", 0.0)
 
 def _registration(event: AgentEvent, known: _Registered | None) -> _Registered:
     """`known`: of an earlier registration of the same process."""
+    size = event.detail.get("world_size", "")
     return _Registered(
         job=next(iter(job_names(event)), ""),
         rendezvous=event.detail.get("rendezvous", ""),
         pod_uid=event.detail.get("pod_uid", ""),
         slurm_step=event.detail.get("slurm_step", ""),
         at=event.wall_at if known is None else min(known.at, event.wall_at),
+        world_size=int(size) if size.isascii() and size.isdecimal() else 0,
     )
 
 
@@ -119,8 +131,8 @@ class EveryProcess:
 
 @dataclass(slots=True)
 class _Counted:
-    """Newest incarnation of one replica. `expected`: most ranks that one of them had; `since`: monotonic seconds;
-    `previous`: processes of the one before."""
+    """Newest incarnation of one replica. `expected`: ranks of a whole one; `since`: monotonic seconds; `previous`:
+    processes of the one before; `num_settled`: sweeps in which all its ranks were seen, since another one was."""
 
     incarnation: int
     since: float
@@ -128,6 +140,7 @@ class _Counted:
     ended: set[ProcessId] = field(default_factory=set)
     expected: int = 1
     previous: set[ProcessId] = field(default_factory=set)
+    num_settled: int = 0
 
     @property
     def state(self) -> ReplicaState:
@@ -224,6 +237,7 @@ class ObservedFleet:
             self._registered[event.process] = _registration(event, known)
             if now - event.wall_at <= FRESH_SECONDS:
                 self._count(event.replica, event.rank, event.process)
+            self._shrink(event.process)
         elif event.kind is AgentEventKind.EXITED:
             self._end(event.process)
 
@@ -237,6 +251,9 @@ class ObservedFleet:
         before = self._of.get(process)
         if before is not None:
             if before[0] == replica:
+                newest = self._replicas.get(replica)
+                if newest is not None and newest.incarnation > before[1]:
+                    newest.num_settled = 0
                 return
             self._rename(process, before[0])
         try:
@@ -267,7 +284,16 @@ class ObservedFleet:
             )
         counted.ranks[rank] = process
         counted.expected = max(counted.expected, len(counted.ranks))
+        counted.num_settled = 0
         self._of[process] = replica, counted.incarnation
+        self._shrink(process)
+
+    def _shrink(self, process: ProcessId) -> None:
+        """Fewer ranks make its incarnation whole if it says so. More do not: a job may have several replicas."""
+        replica, incarnation = self._of.get(process, ("", 0))
+        counted, size = self._replicas.get(replica), self._registered.get(process, _UNKNOWN).world_size
+        if counted is not None and counted.incarnation == incarnation and max(counted.ranks, default=0) < size:
+            counted.expected = min(counted.expected, size)
 
     def _is_older(self, process: ProcessId, than: ProcessId) -> bool:
         """Whether it started before the other one, as far as that can be told: on the same node."""
@@ -304,6 +330,13 @@ class ObservedFleet:
         for process, num_missed in self._num_missed.items():
             if num_missed * SWEEP_SECONDS >= SILENT_SECONDS:
                 self._end(process)
+        for counted in self._replicas.values():
+            num_ranks = len(counted.ranks)
+            if 0 < num_ranks < counted.expected and self._sampled.issuperset(counted.ranks.values()):
+                counted.num_settled += 1
+                is_gapless = max(counted.ranks) == num_ranks - 1
+                if is_gapless and counted.num_settled * SWEEP_SECONDS >= SHRUNK_SECONDS:
+                    counted.expected = num_ranks
         self._swept_at, self._sampled, self._answering = self._clock.monotonic(), set(), set()
 
     # --- the journal --------------------------------------------------------------------------------------------------
@@ -353,13 +386,13 @@ class ObservedFleet:
         for process, (replica, rank) in self._uncounted.items():
             kept.setdefault(replica, [UNCOUNTED, 0, []])[2].append(self._row(rank, process, True))
         for process, replica, rank, registered in self._foreign():
-            row = [rank, process.node, process.pid, process.start_ticks, *registered, True]
+            row = [rank, process.node, process.pid, process.start_ticks, *registered.kept, True]
             kept.setdefault(FOREIGN + replica, [UNCOUNTED, 0, []])[2].append(row)
         return json.dumps(kept, separators=(",", ":"))
 
     def _row(self, rank: int, process: ProcessId, lives: bool) -> list[Any]:
         registered = self._registered.get(process, _UNKNOWN)
-        return [rank, process.node, process.pid, process.start_ticks, *registered, lives]
+        return [rank, process.node, process.pid, process.start_ticks, *registered.kept, lives]
 
     def _read(self) -> None:
         """What another watch has counted since it was last read, and what this one has seen to end."""

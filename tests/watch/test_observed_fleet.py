@@ -19,6 +19,7 @@ from rolecall.watch.observed_fleet import (
     FLAG,
     FRESH_SECONDS,
     SETTLE_SECONDS,
+    SHRUNK_SECONDS,
     SILENT_SECONDS,
     SWEEP_SECONDS,
     EveryProcess,
@@ -134,6 +135,72 @@ def test_a_new_process_of_a_rank_is_the_next_incarnation_and_serves_when_complet
     seen = it.see((A, 0, process(30)), (A, 1, process(31)), (B, 0, process(20)))
     assert it.state(A)[1:3] == (2, S.SERVING) and it.state(B) == (1, 1, S.SERVING, 20)
     assert [s.incarnation for s in seen.batches[0].processes] == [2, 2, 1]
+
+
+def test_a_job_that_starts_again_with_fewer_ranks_is_whole_with_these(it: Fleet) -> None:
+    """Its processes say how many there are; as history to a watch that starts after they did."""
+    for _ in range(2):
+        it.see(*((A, rank, process(10 + rank)) for rank in range(4)))
+    fewer = [(A, rank, process(30 + rank)) for rank in range(3)]
+    told = tuple(it.event(AgentEventKind.REGISTERED, p, A, rank, age=FRESH_SECONDS + 1) for _, rank, p in fewer)
+    told = tuple(replace(event, detail={"world_size": "3"}) for event in told)
+    for _ in range(2):
+        it.see(*fewer[:2], events=told)
+    assert it.state(A) == (2, 2, S.READY, 30), "rank 2 is missing"
+    for _ in range(2):
+        it.see(*fewer)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+    it.start()
+    more = [(A, rank, process(50 + rank)) for rank in range(4)]
+    sizes = (
+        replace(it.event(AgentEventKind.REGISTERED, p, A, rank), detail={"world_size": "4"}) for _, rank, p in more
+    )
+    for _ in range(2):
+        it.see(*more, events=tuple(sizes))
+    assert it.state(A) == (3, 3, S.SERVING, 50)
+
+
+def test_a_replica_of_a_larger_job_is_whole_with_the_ranks_that_it_had(it: Fleet) -> None:
+    for pids in (10, 30):
+        ranks = [(A, rank, process(pids + rank)) for rank in range(2)]
+        told = tuple(
+            replace(it.event(AgentEventKind.REGISTERED, p, A, r), detail={"world_size": "8"}) for _, r, p in ranks
+        )
+        for _ in range(2):
+            it.see(*ranks, events=told)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+
+
+def sweeps(it: Fleet, *running: tuple[str, int, ProcessId]) -> None:
+    for _ in range(int(SHRUNK_SECONDS / SWEEP_SECONDS) + 1):
+        it.clock.advance(SWEEP_SECONDS)
+        it.see(*running)
+
+
+def test_fewer_ranks_that_say_nothing_are_whole_once_no_other_one_starts(it: Fleet) -> None:
+    for _ in range(2):
+        it.see(*((A, rank, process(10 + rank)) for rank in range(4)))
+    fewer = [(A, rank, process(30 + rank)) for rank in range(3)]
+    for _ in range(2):
+        it.see(*fewer)
+    it.clock.advance(3600.0)  # the watch stood still
+    for _ in range(2):
+        it.see(*fewer)
+    assert it.state(A) == (2, 2, S.READY, 30)
+    sweeps(it, *fewer)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+
+
+def test_a_replica_that_restarts_in_part_is_not_whole(it: Fleet) -> None:
+    before = [(A, rank, process(10 + rank)) for rank in range(3)]
+    for _ in range(2):
+        it.see(*before)
+    sweeps(it, (A, 0, process(30)), *before[1:])
+    assert it.state(A) == (2, 2, S.READY, 30), "the other ranks of the incarnation before run"
+    for _ in range(2):
+        it.see(*((B, rank, process(60 + rank)) for rank in range(3)))
+    sweeps(it, (B, 1, process(71)), (B, 2, process(72)))
+    assert it.state(B) == (2, 2, S.READY, 71), "rank 0 is missing"
 
 
 def test_one_that_has_ended_is_stopped_and_what_comes_after_is_the_next(it: Fleet) -> None:

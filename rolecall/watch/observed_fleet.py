@@ -9,13 +9,16 @@ A replica serves while each rank that its largest incarnation had runs; once one
 starts again with fewer ranks is whole with these: its processes say how many there are, or the ranks 0 to n-1 run for
 `SHRUNK_SECONDS`, no other one starts, and none of the incarnation before runs.
 
+A replica of which nothing has run for `OVER_SECONDS` is dropped, unless an open incident is about it: where each job
+has names of its own, they would become ever more. Its number is kept: what comes back is the next incarnation.
+
 Only the watch that leads writes, under its lease: one that stood still while another led writes nothing more. One that
 stands by takes over the leader's numbers, and adds what it sees itself.
 """
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +35,9 @@ from rolecall.recovery.interfaces import ObservationSource
 logger = logging.getLogger(__name__)
 
 FLAG = "observed_incarnations"
+FORMER_FLAG, FORMER_MAX = "observed_former", 4096
+"""Numbers of the replicas that were dropped, the last ones."""
+OVER_SECONDS = 3600.0
 SETTLE_SECONDS = 3.0
 """A process that registers gets the name that it asks for: what it was called before is not written down."""
 UNCOUNTED_MAX = 65_536
@@ -132,7 +138,8 @@ class EveryProcess:
 @dataclass(slots=True)
 class _Counted:
     """Newest incarnation of one replica. `expected`: ranks of a whole one; `since`: monotonic seconds; `previous`:
-    processes of the one before; `num_settled`: sweeps in which all its ranks were seen, since another one was."""
+    processes of the one before; `num_settled`: sweeps in which all its ranks were seen, since another one was;
+    `over_at`: since when nothing of it runs, monotonic seconds."""
 
     incarnation: int
     since: float
@@ -141,6 +148,7 @@ class _Counted:
     expected: int = 1
     previous: set[ProcessId] = field(default_factory=set)
     num_settled: int = 0
+    over_at: float | None = None
 
     @property
     def state(self) -> ReplicaState:
@@ -153,7 +161,8 @@ class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
     replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
     remembered all the same: an action on another replica must not end them. `lease`: that of this watch; None: another
-    one leads. `every`: all processes of the nodes, where `source` leaves other jobs out."""
+    one leads. `every`: all processes of the nodes, where `source` leaves other jobs out. `needed`: replicas that open
+    incidents are about."""
 
     def __init__(
         self,
@@ -163,10 +172,12 @@ class ObservedFleet:
         roles: frozenset[str],
         lease: Callable[[], Lease | None],
         every: EveryProcess | None = None,
+        needed: Callable[[], Collection[str]] = frozenset[str],
     ) -> None:
         self._source, self._journal, self._clock, self._roles, self._every = source, journal, clock, roles, every
-        self._lease = lease
+        self._lease, self._needed = lease, needed
         self._replicas: dict[str, _Counted] = {}
+        self._former: dict[str, int] = {}  # replica that was dropped -> its incarnation
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
         self._registered: dict[ProcessId, _Registered] = {}
@@ -266,7 +277,8 @@ class ObservedFleet:
         self._uncounted.pop(process, None)
         counted = self._replicas.get(replica)
         if counted is None:
-            counted = self._replicas[replica] = _Counted(incarnation=1, since=self._clock.monotonic())
+            number = self._former.get(replica, 0) + 1
+            counted = self._replicas[replica] = _Counted(incarnation=number, since=self._clock.monotonic())
         elif any(self._is_older(process, p) for p in counted.ended):
             return  # older than one of this incarnation that has ended
         elif counted.ended or counted.ranks.get(rank, process) != process:
@@ -284,7 +296,7 @@ class ObservedFleet:
             )
         counted.ranks[rank] = process
         counted.expected = max(counted.expected, len(counted.ranks))
-        counted.num_settled = 0
+        counted.num_settled, counted.over_at = 0, None
         self._of[process] = replica, counted.incarnation
         self._shrink(process)
 
@@ -330,14 +342,17 @@ class ObservedFleet:
         for process, num_missed in self._num_missed.items():
             if num_missed * SWEEP_SECONDS >= SILENT_SECONDS:
                 self._end(process)
+        now = self._clock.monotonic()
         for counted in self._replicas.values():
+            if counted.over_at is None and counted.ended.issuperset(counted.ranks.values()):
+                counted.over_at = now
             num_ranks = len(counted.ranks)
             if 0 < num_ranks < counted.expected and self._sampled.issuperset(counted.ranks.values()):
                 counted.num_settled += 1
                 is_gapless = max(counted.ranks) == num_ranks - 1
                 if is_gapless and counted.num_settled * SWEEP_SECONDS >= SHRUNK_SECONDS:
                     counted.expected = num_ranks
-        self._swept_at, self._sampled, self._answering = self._clock.monotonic(), set(), set()
+        self._swept_at, self._sampled, self._answering = now, set(), set()
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
@@ -349,6 +364,7 @@ class ObservedFleet:
                 if self._written.get(replica) != this and counted.ranks and now - counted.since >= SETTLE_SECONDS:
                     self._write_replica(ReplicaId(replica), counted, lease)
                     self._written[replica] = this
+            self._drop_over(lease)
             text = self._to_json()
             if text != self._kept:
                 self._journal.set_flag(FLAG, text, lease=lease)
@@ -358,6 +374,26 @@ class ObservedFleet:
             logger.warning("the observed replicas are not written: %s", e)
         except JournalError as e:  # the next poll writes it
             logger.warning("the observed replicas are not written: %s", e)
+
+    def _drop_over(self, lease: Lease) -> None:
+        now = self._clock.monotonic()
+        over = {r for r, c in self._replicas.items() if c.over_at is not None and now - c.over_at >= OVER_SECONDS}
+        if over:
+            over -= {*self._needed()}
+        if not over:
+            return
+        kept = {r: number for r, number in self._former.items() if r not in over}
+        kept |= {r: self._replicas[r].incarnation for r in sorted(over)}
+        former = dict(list(kept.items())[-FORMER_MAX:])
+        self._journal.set_flag(FORMER_FLAG, json.dumps(former, separators=(",", ":")), lease=lease)
+        self._journal.forget_replicas(over, lease=lease)
+        self._former = former
+        for replica in over:
+            counted = self._replicas.pop(replica)
+            self._written.pop(replica, None)
+            for process in (*counted.ranks.values(), *counted.previous):
+                self._of.pop(process, None)
+                self._registered.pop(process, None)
 
     def _write_replica(self, replica: ReplicaId, counted: _Counted, lease: Lease) -> None:
         first = counted.ranks[min(counted.ranks)]
@@ -403,6 +439,7 @@ class ObservedFleet:
             if text == self._kept:
                 return
             self._kept = text
+            former = {str(r): int(number) for r, number in json.loads(self._journal.flag(FORMER_FLAG) or "{}").items()}
             for replica, incarnation, expected, rank, process, registered, lives in _kept(text):
                 if incarnation == UNCOUNTED:
                     continue  # those that still run are seen again
@@ -420,7 +457,7 @@ class ObservedFleet:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
             return
         ended = [p for counted in self._replicas.values() for p in counted.ended]
-        self._replicas, self._of, self._written = replicas, of, {}
+        self._replicas, self._of, self._written, self._former = replicas, of, {}, former
         for process in ended:
             self._end(process)
 

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -47,11 +47,13 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
 from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.actuators.targets.target import Target
+from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.target import target_of
 from rolecall.recovery.operators import queries
+from rolecall.recovery.policy import busy_replicas
 from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
@@ -346,7 +348,9 @@ def watch_run(
         if acts:
             # Without an actuator no replica is counted. The processes that run are known: none of them is an orphan.
             roles = frozenset(watched.roles if watched.actuator is not None else ())
-            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.lease, every)
+            polled = fleet = ObservedFleet(
+                polled, journal, clock, roles, lambda: watch.lease, every, lambda: _needed(watch.incidents)
+            )
 
             def making_calls(target: Target) -> ExternalActuator:
                 seconds = watched.deadline_seconds
@@ -460,6 +464,12 @@ def _serve(
         return None
     logger.info("/metrics is served at %s", server.url)
     return server
+
+
+def _needed(incidents: Iterable[Incident]) -> set[str]:
+    """Replicas that open incidents, or their plans, are about."""
+    still_open = [i for i in incidents if i.state is not IncidentState.CLOSED]
+    return {*busy_replicas(still_open)} | {r for i in still_open for a in i.attempts for r in a.plan.ends}
 
 
 def _num_incidents(journal: Journal) -> int:

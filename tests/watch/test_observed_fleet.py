@@ -17,7 +17,9 @@ from rolecall.recovery.loop import LEASE_NAME
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.observed_fleet import (
     FLAG,
+    FORMER_FLAG,
     FRESH_SECONDS,
+    OVER_SECONDS,
     SETTLE_SECONDS,
     SHRUNK_SECONDS,
     SILENT_SECONDS,
@@ -50,7 +52,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.clock = FakeClock()
         self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
-        self.leads = True
+        self.leads, self.needed = True, set[str]()
         self.held = self.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS)
         self.start()
 
@@ -62,7 +64,9 @@ class Fleet:
     def start(self) -> None:
         """A watch that has just started."""
         self.source = Source()
-        self.fleet = ObservedFleet(self.source, self.journal, self.clock, ROLES, lambda: self.lease)
+        self.fleet = ObservedFleet(
+            self.source, self.journal, self.clock, ROLES, lambda: self.lease, needed=lambda: self.needed
+        )
 
     def see(
         self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
@@ -501,3 +505,35 @@ def test_a_replacement_on_another_node_counts_while_the_process_that_is_ended_li
         seen = it.see((A, 0, old), (A, 0, new))
     assert [(s.replica, s.incarnation) for s in seen.batches[0].processes] == [(A, 1), (A, 2)]
     assert it.state(A) == (2, 2, S.SERVING, 20)
+
+
+def test_a_replica_of_which_nothing_runs_is_dropped_after_an_hour_and_keeps_its_number(it: Fleet) -> None:
+    """Where each job has a name of its own they would become ever more, and all are read at each tick."""
+    for pid in (10, 30):
+        for _ in range(2):
+            it.see((A, 0, process(pid)), (B, 0, process(20)))
+    it.see((A, 0, process(30)), dead=True)
+    it.see((B, 0, process(20)))
+    it.needed = {A}
+    for _ in range(2):
+        it.clock.advance(OVER_SECONDS)
+        it.see((B, 0, process(20)))
+    assert it.state(A) == (2, 2, S.STOPPED, 30), "an open incident is about it"
+    it.needed = set()
+    it.see((B, 0, process(20)))
+    assert set(it.journal.desired()) == set(it.journal.current()) == {B} == set(it.fleet._replicas)
+    assert "30" not in (it.journal.flag(FLAG) or "") and it.journal.flag(FORMER_FLAG) == '{"rollout/0":2}'
+    it.start()
+    for _ in range(2):
+        it.see((A, 0, process(50)), (B, 0, process(20)))
+    assert it.state(A) == (3, 3, S.SERVING, 50) and it.state(B) == (1, 1, S.SERVING, 20)
+
+
+def test_a_replica_of_which_something_runs_is_kept(it: Fleet) -> None:
+    for _ in range(2):
+        it.see((A, 0, process(10)), (A, 1, process(11)))
+    it.see((A, 1, process(11)), events=(it.event(AgentEventKind.EXITED, process(10), A),))
+    for _ in range(3):
+        it.clock.advance(OVER_SECONDS)
+        it.see((A, 1, process(11)))
+    assert it.state(A) == (1, 1, S.STOPPED, 10)

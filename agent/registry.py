@@ -330,6 +330,7 @@ class Registry:
                 except WatchRefused as e:
                     if not e.gone:
                         raise
+                    tracked.log_file, tracked.of_raylet = "", False  # of whatever has its PID now
                     self._ended(tracked, ExitStatus(), away=True)
             self._save()
             self._remove_foreign_pages()

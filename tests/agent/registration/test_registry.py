@@ -7,8 +7,11 @@ import queue
 import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -142,6 +145,24 @@ def test_a_live_process_that_cannot_be_watched_after_a_restart_is_not_reported_a
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         again.close()
     assert again.kinds() == ["registered"] and child.page.exists()
+
+
+def test_a_rank_whose_pid_is_anothers_or_a_threads_by_now_has_ended(world: World, thread_id: int) -> None:
+    waits = [sys.executable, "-S", "-c", "input()"]
+    with (
+        (world.data_dir / "another.log").open("w") as log,
+        subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=log) as another,
+    ):
+        processes = [ProcessId(node=NODE, pid=pid, start_ticks=1) for pid in (thread_id, another.pid)]
+        ranks = [
+            Registration(process=p, replica=f"rollout/{n}", role="rollout", rank=0, incarnation=1)
+            for n, p in enumerate(processes)
+        ]
+        (world.data_dir / "registrations.json").write_text(json.dumps([asdict(r) for r in ranks]))
+        world.registry.adopt()
+    details = {e.replica: e.detail for e in world.reported() if e.kind is AgentEventKind.EXITED}
+    ended = {"cause": "unknown", "noticed": "after a restart of the agent"}
+    assert details == {"rollout/0": ended, "rollout/1": ended} and world.registry.num_live() == 0
 
 
 def test_a_page_that_is_a_pipe_blocks_nothing(world: World, child: Child) -> None:

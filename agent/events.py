@@ -14,7 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -75,7 +75,7 @@ class EventLog:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                event = AgentEvent.from_dict(json.loads(line))
+                event = self._of_this_node(AgentEvent.from_dict(json.loads(line)))
             except (ValueError, TypeError, KeyError):
                 damaged += 1
                 continue
@@ -84,6 +84,13 @@ class EventLog:
         if damaged:
             logger.warning("%s: %d damaged lines are ignored", self._path, damaged)
             self._newest += damaged  # their numbers may have been issued
+
+    def _of_this_node(self, event: AgentEvent) -> AgentEvent:
+        """The node may have been renamed since; a reader takes events of the present name only."""
+        if event.node == self._node:
+            return event
+        process = None if event.process is None else replace(event.process, node=self._node)
+        return replace(event, node=self._node, process=process)
 
     def append(
         self,

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_damaged_line_is_skipped_and_no_number_is_used_twice(tmp_path: Path) -
     again = log(tmp_path)
     assert _seqs(again) == [1, 2]
     assert again.append(KIND).seq > 3
+
+
+def test_events_of_a_renamed_node_have_its_present_name(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    events = [it.append(KIND, process=PROCESS), it.append(AgentEventKind.AGENT_STARTED)]
+    it.close()
+    name = NodeId("gpu-7")
+    process = replace(PROCESS, node=name)
+    renamed = EventLog(tmp_path / "events.jsonl", name, FakeClock())
+    assert renamed.after(0).events == (
+        replace(events[0], node=name, process=process),
+        replace(events[1], node=name),
+    )
+    assert renamed.has(KIND, process)
 
 
 def test_retention_keeps_the_newest_and_counts_the_lost(tmp_path: Path) -> None:

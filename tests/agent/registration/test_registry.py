@@ -38,15 +38,15 @@ from tests.support import PATIENCE_SECONDS, eventually
 class World:
     """A registry with its neighbours, in one directory that outlives it."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, node: NodeId = NODE) -> None:
         self.data_dir = data_dir
         (data_dir / "pages").mkdir(exist_ok=True)
         self.clock = FakeClock()
-        self.events = EventLog(data_dir / "events.jsonl", NODE, self.clock)
+        self.events = EventLog(data_dir / "events.jsonl", node, self.clock)
         self.exits = ExitWatch()
         self.exits.start()
         self.registry = Registry(
-            node=NODE, data_dir=data_dir, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
+            node=node, data_dir=data_dir, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
         )
 
     def close(self) -> None:
@@ -292,17 +292,20 @@ def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None
     assert world.kinds() == ["registered", "registered"]
 
 
-def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child: Child) -> None:
+def test_a_renamed_node_keeps_its_processes_and_reports_no_exception_again(world: World, child: Child) -> None:
+    child.start("rollout/1")
     world.register(child, "rollout/1")
-    exits = ExitWatch()
-    exits.start()
-    renamed = Registry(
-        node=NodeId("gpu-7"), data_dir=world.data_dir, token=TOKEN, events=world.events, exits=exits, clock=world.clock
-    )
-    renamed.adopt()
-    [kept] = renamed.registrations()
-    exits.stop()
-    assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+    child.do("reporter.exception(ValueError('x'))")
+    world.poll()
+    renamed = World(world.data_dir, NodeId("gpu-7"))
+    try:
+        renamed.registry.adopt()
+        renamed.poll()
+        [kept] = renamed.registry.registrations()
+        assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+        assert renamed.kinds() == ["registered", "exception"]
+    finally:
+        renamed.close()
 
 
 def test_an_unfetched_answer_is_removed_at_the_next_start(world: World) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.agent import registry
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
@@ -211,6 +212,37 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
         world.register(other, "rollout/1")  # at once: the exit need not have been noticed yet
     finally:
         other.close()
+
+
+def test_a_claim_that_is_repeated_for_a_place_that_is_taken_is_one_event(
+    world: World, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.register(child, "rollout/1")
+    other = Child(world.data_dir)
+    server = RegistrationServer(world.data_dir / "other.sock", {"register": world.registry.register}, world.clock)
+    try:
+        for _ in range(3):
+            answer = server._result(other.pid, json.dumps(claim(other, "rollout/1")).encode())
+            assert answer["for_now"] is True
+            world.clock.advance(2 * REFUSED_SECONDS)
+        assert world.kinds() == ["registered", "refused"] and caplog.text.count("rollout/1:0#1 is process") == 1
+        assert world.registry.num_refused == 3
+    finally:
+        server.stop()
+        other.close()
+
+
+def test_with_too_many_processes_a_further_one_is_refused_for_now(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "NUM_PROCESSES_MAX", 0)
+    with pytest.raises(ClaimRejected) as full:
+        world.register(child, "rollout/1")
+    monkeypatch.undo()
+    with pytest.raises(ClaimRejected) as wrong:
+        world.registry.register(child.pid, claim(child, "rollout/1", secret="guess"))
+    assert (full.value.for_now, wrong.value.for_now) == (True, False)
+    world.register(child, "rollout/1")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -122,9 +122,10 @@ class OneJobSource:
         for event in seen.events:
             if event.kind is AgentEventKind.REGISTERED and event.process:
                 (self._ours if self._job in job_names(event) else self._others).add(event.process)
-        sampled = {p.process for b in seen.batches for p in b.processes}
-        self._warn(len(sampled))
-        self._warn_of_nodes(sampled)
+        sampled = [p for b in seen.batches for p in b.processes]
+        self._warn(len({p.process for p in sampled}))
+        self._warn_of_nodes({p.process for p in sampled if p.alive})
+        self._others.difference_update(p.process for p in sampled if not p.alive)
         batches = tuple(
             replace(b, processes=tuple(p for p in b.processes if p.process in self._ours)) for b in seen.batches
         )
@@ -146,11 +147,11 @@ class OneJobSource:
                 counted(num_sampled, "process", "processes"),
             )
 
-    def _warn_of_nodes(self, sampled: Collection[ProcessId]) -> None:
-        """Once per node, if processes are sampled there whose registration is not known."""
+    def _warn_of_nodes(self, living: Collection[ProcessId]) -> None:
+        """Once per node, if processes live there whose registration is not known."""
         now = self._clock.monotonic()
-        unknown = Counter(p.node for p in sampled if p not in self._ours and p not in self._others)
-        for node in {p.node for p in sampled} - unknown.keys():
+        unknown = Counter(p.node for p in living if p not in self._ours and p not in self._others)
+        for node in {p.node for p in living} - unknown.keys():
             self._unknown_since.pop(node, None)
         for node, num in unknown.items():
             if now - self._unknown_since.setdefault(node, now) < UNKNOWN_SECONDS or node in self._warned_of:

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as a Hugging Face model folder, which transformers and vLLM load: adapters are merged.
+"""A run's checkpoint as a Hugging Face model folder, which transformers and vLLM load: adapters are merged.
 
 Where the run's journal can be read, checkpoints of steps that were undone are passed over.
 """
@@ -38,15 +38,16 @@ class Exported:
     passed_over: tuple[str, ...]  # other checkpoints, each with the reason
 
 
-def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exported:
-    """Writes `folder`, which must not exist: whole, or not at all. `dtype`: None: what the run computes with.
+def export_model(run: RunDir, folder: Path, dtype: str | None = None, step: int | None = None) -> Exported:
+    """Writes `folder`, which must not exist: whole, or not at all. `dtype`: None: what the run computes with. `step`:
+    of the checkpoint; None: of the newest.
 
     Raises:
-        ConfigError: the run has no intact checkpoint, or the folder exists or cannot be written.
+        ConfigError: the run has no intact checkpoint (of that step), or the folder exists or cannot be written.
     """
     if folder.exists():
         raise ConfigError([f"--out: {folder} exists already"])
-    found, passed_over = _newest(run)
+    found, passed_over = _checkpoint(run, step)
     job = parse_job(run.read()["config"])
     dtype = dtype or job.model.dtype
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in _weights(run, job, found).items()}
@@ -76,17 +77,20 @@ def export_model(run: RunDir, folder: Path, dtype: str | None = None) -> Exporte
     )
 
 
-def _newest(run: RunDir) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The newest good checkpoint, and those that were passed over, each with the reason."""
+def _checkpoint(run: RunDir, step: int | None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The newest good checkpoint, or that of `step`, and those that were passed over, each with the reason."""
     choice = _choice(run)
     passed_over = list(choice.refused)
-    for info in choice.usable:
+    for info in choice.usable if step is None else [i for i in choice.usable if i.step == step]:
         try:
             return load(Path(info.path)), tuple(passed_over)
         except CheckpointCorrupt as e:
             passed_over.append(str(e))
     reasons = f"; passed over: {'; '.join(passed_over)}" if passed_over else ""
-    raise ConfigError([f"run {run.run_id} has no checkpoint to export{reasons}"])
+    if step is None:
+        raise ConfigError([f"run {run.run_id} has no checkpoint to export{reasons}"])
+    there = ", ".join(str(i.step) for i in choice.usable if i.step != step) or "none"
+    raise ConfigError([f"--step: run {run.run_id} has no checkpoint of step {step}; it has {there}{reasons}"])
 
 
 def _choice(run: RunDir) -> Choice:

@@ -227,7 +227,11 @@ def down(
 
 @app.command(
     "export",
-    epilog=examples("rolecall export my-run --out model/", "rolecall export my-run --out model/ --dtype float32"),
+    epilog=examples(
+        "rolecall export my-run --out model/",
+        "rolecall export my-run --out model/ --dtype float32",
+        "rolecall export my-run --out model/ --step 1199",
+    ),
 )
 def export_command(
     folder: Annotated[Path, typer.Option("--out", help="Folder to create.", metavar="FOLDER")],
@@ -237,9 +241,13 @@ def export_command(
     dtype: Annotated[
         str, typer.Option(help="Of the weights: bfloat16, float16 or float32. Without it: the job's model.dtype.")
     ] = "",
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Step of the checkpoint, as in RUN/checkpoints/step-00001199 (default: the newest)."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run's newest checkpoint as a Hugging Face model.
+    """Write a run's newest checkpoint, or an earlier one, as a Hugging Face model.
 
     transformers and vLLM load the folder: weights, configuration and tokenizer. The weights have the dtype that the run
     computes with, unless --dtype gives another; LoRA adapters are merged."""
@@ -247,12 +255,11 @@ def export_command(
 
     if dtype and dtype not in DTYPES:
         raise ConfigError([f"--dtype: {dtype!r}: expected {', '.join(DTYPES)}"])
-    done = export_model(named_run(runs, run, option), folder, dtype or None)
-    num, step = done.num_parameters, done.step
-    passed_over = [*done.passed_over]
-    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": done.dtype, "passed_over": passed_over}
-    lines = [f"passed over: {reason}" for reason in passed_over]
-    lines.append(f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after {counted(step + 1, 'step')}")
+    done = export_model(named_run(runs, run, option), folder, dtype or None, step)
+    num, others = done.num_parameters, [*done.passed_over]
+    value = {"folder": str(folder), "step": done.step, "parameters": num, "dtype": done.dtype, "passed_over": others}
+    lines = [f"passed over: {reason}" for reason in others]
+    lines.append(f"{folder}: {num / 1e6:.1f} M parameters in {done.dtype}, after {counted(done.step + 1, 'step')}")
     show(as_json, value, lines)
 
 

@@ -42,29 +42,37 @@ def _commands(text: str) -> list[str]:
     return [c for block, inline in _CODE.findall(text) for c in _COMMAND.findall(block or inline)]
 
 
-def _options_of(command: str) -> set[str] | None:
-    """The options that the CLI knows for it; None: there is no such command."""
+def _parameters_of(command: str) -> list[Any] | None:
+    """Of the command in the CLI; None: there is no such command."""
     words = command.split()[1:]
     found: Any = typer.main.get_command(app)
     while commands := getattr(found, "commands", None):
         if not words or words[0] not in commands:
             return None
         found = commands[words.pop(0)]
-    return {o for p in found.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+    return list(found.params)
+
+
+def _options_of(command: str) -> set[str]:
+    """The options that the CLI knows for it."""
+    return {o for p in _parameters_of(command) or () for o in (*p.opts, *p.secondary_opts)} | {"--help"}
 
 
 def _error_of(command: str) -> str:
     """What is wrong with a command that a runbook names; "" if the CLI accepts it."""
-    options = _options_of(command)
-    if options is None:
+    parameters, given = _parameters_of(command), {*command.split()}
+    if parameters is None:
         return "no such command"
-    unknown = {w for w in command.split() if w.startswith("--")} - options
-    return f"it has no {', '.join(sorted(unknown))}" if unknown else ""
+    if unknown := {w for w in given if w.startswith("--")} - _options_of(command):
+        return f"it has no {', '.join(sorted(unknown))}"
+    required = [p for p in parameters if p.required and p.param_type_name == "option" and "--help" not in given]
+    missing = [p.opts[0] for p in required if not given & {*p.opts}]
+    return f"it needs {', '.join(missing)}" if missing else ""
 
 
 def _is_on_any_run(command: str) -> bool:
     """It orders something, and would order it in the newest run, whichever that is."""
-    orders = "--reason" in (_options_of(command) or ()) or command.split()[1] in ("approve", "resume")
+    orders = "--reason" in _options_of(command) or command.split()[1] in ("approve", "resume")
     return orders and not {"--run", "RUN"} & {*command.split()}
 
 
@@ -98,5 +106,6 @@ def test_a_command_that_does_not_exist_is_found_out() -> None:
     assert _error_of("rolecall repair NODE") == "no such command"
     assert _error_of("rolecall node repair NODE") == "no such command"
     assert _error_of("rolecall resume --really") == "it has no --really"
+    assert _error_of("rolecall record run RUN") == "it needs -o"
     assert _error_of("rolecall node return NODE --reason ...") == ""
     assert sum(len(_commands(text)) for text in RUNBOOKS.values()) > 100

@@ -1,4 +1,4 @@
-"""`rolecall export`: the newest checkpoint as a folder that transformers loads, whole or not at all."""
+"""`rolecall export`: a checkpoint as a folder that transformers loads, whole or not at all."""
 
 import json
 import os
@@ -169,6 +169,20 @@ def test_every_file_is_on_disk_before_the_folder_appears(
     work = before[-1][0]
     assert {path for path, _ in before} == {work, *(work / path.name for path in out.iterdir())}
     assert not any(is_there for _, is_there in before) and last == (tmp_path, True)
+
+
+def test_the_checkpoint_of_a_step_is_chosen_and_another_step_is_refused_with_those_there_are(
+    run: RunDir, tmp_path: Path
+) -> None:
+    assert export_model(run, tmp_path / "3", step=3).step == 3
+    export = ("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"), "--step")
+    none = command(*export, "4")
+    assert none.returncode == 2 and none.stderr.endswith("--step: run mine has no checkpoint of step 4; it has 7, 3\n")
+    done = command(*export, "3")
+    assert done.returncode == 0 and done.stdout.endswith("after 4 steps\n"), done
+    (run.checkpoints / "step-00000003" / "meta.json").unlink()
+    with pytest.raises(ConfigError, match=r"--step: run mine has no checkpoint of step 3; it has 7; passed over: "):
+        export_model(run, tmp_path / "again", step=3)
 
 
 @pytest.mark.engine

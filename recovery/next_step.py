@@ -38,7 +38,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node, without_node
 
 TRAINER = "trainer"
 JOIN_FACTOR = 10
@@ -57,6 +57,8 @@ UPDATE_TOPIC = "update"
 """Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
 FAILED_TOPIC = "failed"
 """Topic of its page when an action that was begun in another mode has failed."""
+NODE = "node"
+"""Guard of a plan whose node was taken while it waited."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -113,15 +115,15 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
     if incident.state is S.OPEN or incident.attempt is None:
         return Decide(question=question, key=f"{incident.incident_id}:plan:{len(incident.attempts) + 1}")
     if incident.state is S.PLANNED:
-        return _from_planned(incident, incident.attempt, situation)
+        return _from_planned(incident, incident.attempt, situation, question)
     if incident.state is S.PROPOSED:
-        return _from_proposed(incident, incident.attempt, situation)
+        return _from_proposed(incident, incident.attempt, situation, question)
     if incident.state is S.ACTING:
         return _from_acting(incident, incident.attempt, situation)
     return _from_verifying(incident, incident.attempt, situation)
 
 
-def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
+def _from_planned(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> Move | None:
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
     # It ends by the hand of whoever was paged, which can be seen.
@@ -143,7 +145,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
-    verdict = check(attempt.plan, incident, situation)
+    verdict = _check(incident, attempt, situation, question)
     if verdict.passed:
         # A request approves the replacement that it names, not a restart of what is healthy.
         requested = incident.requested_by_operator and not attempt.plan.action.is_restart
@@ -154,9 +156,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
         return _start(incident, attempt)
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
-    if verdict.guard == LENDER and not situation.observing:
-        updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"planned again, because {verdict.because}")
-        return _about(incident, attempt, "decided_anew", updated)
+    if verdict.guard in (LENDER, NODE):
+        return _decide_anew(incident, attempt, verdict)
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
     if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:
@@ -165,7 +166,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     return _blocked(incident, attempt, verdict, situation)
 
 
-def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
+def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> Move | None:
     if attempt.decision is Decision.REJECTED:
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
@@ -184,12 +185,29 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
         return _expire(incident, attempt, f"{what} for {seconds:.0f} s")
     if attempt.decision is not Decision.APPROVED:
         return None
-    verdict = check(attempt.plan, incident, situation)
+    verdict = _check(incident, attempt, situation, question)
     if verdict.passed:
         return _start(incident, attempt, approved_by=attempt.decided_by)
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
+    if verdict.guard in (LENDER, NODE):
+        return _decide_anew(incident, attempt, verdict)
     return _blocked(incident, attempt, verdict, situation)
+
+
+def _check(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> GuardResult:
+    """The guards, and at last whether the plan still has the nodes that it counts on."""
+    verdict = check(attempt.plan, incident, situation)
+    homeless = without_node(question, attempt.plan) if verdict.passed else ()
+    if not homeless:
+        return verdict
+    return GuardResult(NODE, f"no node is left for {', '.join(str(t.replica) for t in homeless)}")
+
+
+def _decide_anew(incident: Incident, attempt: Attempt, verdict: GuardResult) -> Append:
+    """What the plan counts on has changed while it waited. One that is approved is made, and then proposed, again."""
+    updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"planned again, because {verdict.because}")
+    return _about(incident, attempt, "decided_anew", updated)
 
 
 def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:

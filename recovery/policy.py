@@ -393,6 +393,13 @@ def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[Plan
     return tuple(found)
 
 
+def without_node(facts: PolicyInput, plan: Plan) -> tuple[PlanTarget, ...]:
+    """Targets of a plan that waited which must move and for which no node is left."""
+    must = plan.action is ActionKind.REPLACE_NODE or any(t.node in facts.avoided for t in plan.targets)
+    found = _homeless(facts, plan.targets) if must and not plan.action.is_restart else ()
+    return found if len(found) > len(plan.lent) else ()
+
+
 def _lenders(facts: PolicyInput, homeless: tuple[PlanTarget, ...]) -> tuple[tuple[PlanTarget, ...], str]:
     """Replicas that lend their nodes, and the arithmetic; none if they do not suffice."""
     roles = {split_replica(facts.fleet.unit_of(t.replica))[0] for t in homeless}

@@ -12,12 +12,11 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads.recovery import LenderResumed, NodeLent
-from rolecall.core.membership import ReplicaState
+from rolecall.core.membership import Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.borrowing import choose_lenders, comebacks
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
-from rolecall.recovery.guards import LENDER
 from rolecall.recovery.incidents import ActionFailure, IncidentOutcome
 from rolecall.recovery.nodes import returned_nodes
 from rolecall.recovery.operators import commands, queries
@@ -278,7 +277,7 @@ def test_a_lost_node_takes_nothing_until_it_is_returned(tmp_path: Path) -> None:
     world.until(lambda: world.events(K.LENDER_RESUMED), watch)
 
 
-def test_a_plan_whose_lender_is_gone_does_not_begin(tmp_path: Path) -> None:
+def test_an_approved_plan_whose_lender_is_gone_is_proposed_anew_with_another_one(tmp_path: Path) -> None:
     world = World(tmp_path, free_nodes=0, mode="approve")
     watch = world.watch()
     faulty_node(world)
@@ -286,10 +285,59 @@ def test_a_plan_whose_lender_is_gone_does_not_begin(tmp_path: Path) -> None:
     rollout = world.journal.desired()[ReplicaId("rollout/0")]
     world.journal.set_desired(replace(rollout, incarnation=2))
     attempt = world.only().attempt
-    assert attempt is not None and attempt.plan.lent
+    assert attempt is not None and attempt.plan.lent == (
+        PlanTarget(replica=rollout.replica, incarnation=1, node=rollout.node),
+    )
     commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
+    world.until(lambda: len(world.events(K.PLAN_PROPOSED)) == 2, watch)
     world.run(3, watch)
-    assert LENDER in (world.only().attempt or attempt).held_by and ("trainer/1", 1) not in world.runtime.replaced
+    anew = world.only().attempt
+    assert anew is not None and anew.decision is None and anew.plan.digest != attempt.plan.digest
+    assert ("trainer/1", 1) not in world.runtime.replaced, "nobody has approved that"
+    commands.approve_plan(RunDir(tmp_path), anew.plan.digest, "alice", world.clock)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.events(K.ONCALL_PAGED) == []
+
+
+def take_free_node(world: World) -> None:
+    """Another replica is desired on the only free node."""
+    free = NodeId(f"node-{len(FLEET)}")
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/3"), incarnation=1, node=free))
+
+
+def test_an_approved_plan_whose_free_node_is_taken_is_proposed_anew_with_a_lender(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1, mode="approve")
+    watch = world.watch()
+    faulty_node(world, F.NODE_LOST)
+    world.until(lambda: world.events(K.PLAN_PROPOSED), watch)
+    attempt = world.only().attempt
+    assert attempt is not None and not attempt.plan.lent
+    take_free_node(world)
+    commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
+    world.until(lambda: len(world.events(K.PLAN_PROPOSED)) == 2, watch)
+    anew = world.only().attempt
+    assert anew is not None and anew.plan.lent and not world.runtime.replaced
+    commands.approve_plan(RunDir(tmp_path), anew.plan.digest, "alice", world.clock)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.healthy("trainer/1")
+
+
+def test_a_plan_that_waited_while_its_node_was_taken_is_made_again_and_again_once_there_is_one(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
+    watch = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.runtime.processes["rollout/1"].fault = None  # diagnosed by its node alone
+    world.detector.extra = [of_node(F.NODE_LOST, ("rollout/1", "node-4"))]
+    world.until(lambda: world.incidents() and world.only().attempt, watch)
+    take_free_node(world)
+    world.run(3, watch)
+    world.journal.set_flag("paused", None)
+    world.until(world.all_closed, watch)
+    assert {i.outcome for i in world.incidents()} == {IncidentOutcome.TOLERATED} and world.events(K.ONCALL_PAGED)
+    world.journal.remove_desired(ReplicaId("rollout/3"))
+    world.until(lambda: world.runtime.healthy("rollout/1"), watch)
+    assert world.journal.desired()[ReplicaId("rollout/1")].node == f"node-{len(FLEET)}"
 
 
 def test_a_plan_that_waited_is_made_again_when_its_lender_is_gone(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class ActionFailure(StrEnum):
     """How an action failed; the policy escalates each kind differently."""
 
     DIED = "died"  # the replacement ended before it made progress
+    NOT_STARTED = "not_started"  # its node could not take a process
     NO_PROGRESS = "no_progress"  # none was seen within `verification_timeout_seconds`
     REFUSED = "refused"  # the actuator could not perform it
 

@@ -25,7 +25,7 @@ from rolecall.core.journal.payloads.recovery import (
     PlanExpired,
     PlanProposed,
 )
-from rolecall.core.membership import ReplicaState, is_standby
+from rolecall.core.membership import NO_PROCESS, ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
 from rolecall.recovery.guards import COMMITS, LENDER, GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import (
@@ -479,6 +479,9 @@ def verify(
             seen.append(f"{name} has worked; its end is another fault")
         elif standby and view.incarnation >= wanted and view.state is ReplicaState.STOPPED and view.started:
             seen.append(f"{name} was ready: {view.because}")  # a promotion has used it up
+        elif view.incarnation >= wanted and view.state in DEAD and view.because.startswith(NO_PROCESS):
+            because = f"{target.replica}#{view.incarnation} was {view.because}"
+            return Verification(because=because, failure=ActionFailure.NOT_STARTED)
         elif view.incarnation >= wanted and view.state in DEAD:
             because = (
                 f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"

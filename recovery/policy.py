@@ -16,8 +16,9 @@ Three rules come first: a replica on a quarantined node always moves, because no
 collapse, or a full disk, only pages on-call, whatever its class.
 
 Retries escalate by cause and by count, one rung after the other: replace the replica, restart its role, restart the
-job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another. The
-rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
+job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another, as
+does one that its node could not take, which says nothing of the software that is started. The rules that lead to a
+restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
 
     first iteration    two replacements in a row that started but died before their first progress
     same step          the replica (no standby) was replaced, worked, and failed again before the next step committed
@@ -39,7 +40,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, ReplicaLoad
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId, split_replica
-from rolecall.core.membership import COMPUTING_ROLES, STANDBY_ROLES, is_standby
+from rolecall.core.membership import COMPUTING_ROLES, NO_PROCESS, STANDBY_ROLES, is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.borrowing import BORROWER, choose_lenders
@@ -57,6 +58,7 @@ ONCE = "wrong_numbers_once"
 """`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
 AGAIN = "wrong_numbers"
 """Of several: the machine computes wrong numbers, so the replica leaves its node."""
+_ENDED = frozenset({ActionFailure.DIED, ActionFailure.NOT_STARTED})
 DEATHS_ON_START_MAX = 2
 """One dead replacement may be a second fault; two in a row point to what they have in common."""
 
@@ -111,7 +113,11 @@ class PolicyInput:
 
     @property
     def avoided(self) -> frozenset[str]:
-        return self.lost_nodes | self.quarantined_nodes
+        """Nodes on which nothing is placed: also one that could not take a process of a suspect, unless an operator
+        asks for it."""
+        named = () if OPERATOR in self.diagnosis.detectors else {s.replica for s in self.diagnosis.suspects}
+        lost = (r for r in self.fleet.replicas if r.replica in named and r.lost)
+        return self.lost_nodes | self.quarantined_nodes | {r.node for r in lost if r.because.startswith(NO_PROCESS)}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -465,7 +471,7 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
     if unproven and found:
         found = {r: t for r, t in found.items() if r not in facts.working}
         why_not = why_not if found else _REPLACED_ALREADY
-    if last is ActionFailure.DIED:
+    if last in _ENDED:
         # Of several replacements only the dead ones are replaced again.
         dead = {r: t for r, t in found.items() if (v := facts.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
@@ -494,7 +500,7 @@ def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     if not why:
         return ""
     views = [v for t in targets if (v := facts.fleet.find(t.replica)) is not None]
-    if past and past[-1].failure is ActionFailure.DIED and not any(v.started for v in views):
+    if past and past[-1].failure in _ENDED and not any(v.started for v in views):
         software = ": the software that is started is at fault, not the machine; another node would not help"
         return f"{why}{software if _deaths(past) >= DEATHS_ON_START_MAX else ''}"
     higher = _next_restart(facts, targets)
@@ -566,8 +572,10 @@ def _kind(fleet: FleetView, target: PlanTarget) -> str:
 
 
 def _deaths(past: tuple[FailedAttempt, ...]) -> int:
-    """Attempts in a row, up to now, that ended before their first progress."""
-    return len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, reversed(past))))
+    """Attempts in a row, up to now, that ended before their first progress. One without a process shows nothing of the
+    software that is started."""
+    had_process = [p for p in reversed(past) if p.failure is not ActionFailure.NOT_STARTED]
+    return len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, had_process)))
 
 
 def leaves_node(diagnosis: Diagnosis) -> bool:

@@ -357,6 +357,29 @@ def test_a_plan_that_waited_is_made_again_when_its_lender_is_gone(tmp_path: Path
     assert world.events(K.NODE_LENT)[0].as_(NodeLent).incarnation == (1 if world.runtime.healthy("rollout/0") else 2)
 
 
+@pytest.mark.parametrize("free_nodes", [0, 1])
+def test_a_replica_whose_node_takes_no_process_moves_once_another_node_is_free(tmp_path: Path, free_nodes: int) -> None:
+    """Raylet and agent of a node die together: the start of the replacement there is refused at once."""
+    world = World(tmp_path, free_nodes=1)
+    watch = world.watch()
+    if not free_nodes:
+        take_free_node(world)
+    world.runtime.refusing = {"node-4": "node-4 has no raylet any more"}
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.runtime.processes["rollout/1"].fault = None
+    world.detector.extra = [of_node(F.CRASH, ("rollout/1", "node-4"))]
+    world.until(lambda: world.incidents() and world.all_closed(), watch)
+    if not free_nodes:
+        world.run(60, watch)
+        assert {i.outcome for i in world.incidents()} == {IncidentOutcome.TOLERATED}
+        assert world.desired("rollout/1") == 2 and len(world.events(K.ONCALL_PAGED)) == 2
+        world.journal.remove_desired(ReplicaId("rollout/3"))
+    world.until(lambda: world.runtime.healthy("rollout/1"), watch)
+    world.run(5, watch)
+    assert world.incidents()[-1].outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 3
+    assert [e.payload.to_body()["failure"] for e in world.events(K.ACTION_FAILED)] == ["not_started"]
+
+
 def test_a_trainer_for_which_there_was_no_node_moves_once_there_is_one(tmp_path: Path) -> None:
     world = World(tmp_path, free_nodes=0, rollouts_min=3)
     run, watch = RunDir(tmp_path), world.watch()

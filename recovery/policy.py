@@ -21,7 +21,8 @@ does one that its node could not take, which says nothing of the software that i
 restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
 
     first iteration    two replacements in a row that started but died before their first progress
-    same step          the replica (no standby) was replaced, worked, and failed again before the next step committed
+    same step          the replica (no standby) was replaced, worked, and failed again before the next step committed,
+                       on a node that it need not leave
     beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
 
 Nothing healthy is restarted if the job has committed a step since the last attempt started, or without one since the
@@ -536,7 +537,8 @@ def _needs_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
         return f"{in_words(past[-1].action)} did not help: {past[-1].because}"
     again = facts.same_step and not past and facts.diagnosis.fault_class.spec.is_repairable
     standby = any(is_standby(t.replica) for t in targets)  # no restart ends a standby: it is replaced again
-    if again and not standby and OPERATOR not in facts.diagnosis.detectors:
+    lost = any(t.node in facts.avoided for t in targets)  # a fault of another machine: moving is a new remedy
+    if again and not standby and not lost and OPERATOR not in facts.diagnosis.detectors:
         done = ", ".join(sorted(in_words(a) for a in facts.same_step))
         return f"it failed again in the same step, after {done}"
     return ""

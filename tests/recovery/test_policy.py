@@ -401,6 +401,14 @@ def test_a_second_failure_of_a_replica_in_one_step_restarts_its_role() -> None:
     assert climb(same_step=frozenset({A.RESTART_JOB})) == ("tolerate", [])
 
 
+@pytest.mark.parametrize("done", [A.REPLACE_REPLICA, A.REPLACE_NODE])
+def test_a_replacement_whose_node_is_lost_in_the_same_step_moves_and_nothing_else_ends(done: ActionKind) -> None:
+    nodes = frozenset({"node-trainer-0"})
+    question = ask(diagnosis(F.NODE_LOST, ("trainer/0", 1)), supports=LADDER, lost_nodes=nodes)
+    plan = decide(replace(question, same_step=frozenset({done}))).plan
+    assert plan.action is A.REPLACE_NODE and [str(t.replica) for t in plan.targets] == ["trainer/0"]
+
+
 @pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
 def test_a_standby_that_fails_again_in_one_step_is_replaced_again(standby: str) -> None:
     spare = FleetView(replicas=(*fleet().replicas, view("trainer-standby/0", "node-10")))

@@ -27,7 +27,7 @@ from rolecall.core.journal.payloads.recovery import (
 )
 from rolecall.core.membership import NO_PROCESS, ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
-from rolecall.recovery.guards import COMMITS, LENDER, GuardResult, Progress, Situation, check
+from rolecall.recovery.guards import AT_ONCE, COMMITS, LENDER, GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import (
     NOT_STARTED,
     UNDER_REPAIR,
@@ -41,6 +41,7 @@ from rolecall.recovery.incidents import (
 from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node, without_node
 
 TRAINER = "trainer"
+CONTROLLER = "controller"
 JOIN_FACTOR = 10
 """Steps may be longer than the timeout of a verification, and trainers and engines of hybrids join between two."""
 CLEAR_SECONDS = 5.0
@@ -234,6 +235,8 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _orphan_gone(incident, attempt, situation)
     # A slow start that is cut short begins again, so each attempt after such a failure waits longer.
     num_slow = sum(a.failure is ActionFailure.NO_PROGRESS for a in incident.attempts)
+    done_at = attempt.done_at or situation.now
+    counted_from = _counted_from(incident, attempt.plan, situation, done_at)
     seen = verify(
         attempt.plan,
         fleet=situation.fleet,
@@ -241,7 +244,7 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         besides=_ended_besides(incident, attempt.plan) if situation.fleet.places.scheduled else (),
         waiting=situation.waiting,
         own_faults=situation.worked - incident.at_fault(attempt.plan),
-        done_at=attempt.done_at or situation.now,
+        done_at=counted_from,
         now=situation.now,
         verification_timeout_seconds=situation.config.verification_timeout_seconds * (1 + num_slow),
     )
@@ -254,8 +257,29 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         # One more end of the targets would not bring it back.
         return _escalate(incident, "not_back", f"{attempt.plan.words}: {seen.because}", situation)
     if seen.failure is not None:
-        return failed(incident, attempt, seen.failure, seen.because)
+        before = f"; {counted_from - done_at:.0f} s without a controller do not count" if counted_from > done_at else ""
+        return failed(incident, attempt, seen.failure, f"{seen.because}{before}")
     return None
+
+
+def _counted_from(incident: Incident, plan: Plan, situation: Situation, done_at: float) -> float:
+    """When the time of its verification begins. Only a controller makes replacements serve: the time does not run while
+    an incident of the controller is open, and not before that one is back. It does if that incident waits for this one
+    (a restart of the job), or was closed without a controller: then on-call was paged of it."""
+    fleet = situation.fleet
+    controllers = {str(c.replica): c for c in fleet.of_role(CONTROLLER)}
+    if fleet.places.scheduled or not controllers or controllers.keys() & {t.replica for t in plan.targets}:
+        return done_at
+    serving = [c.changed_at for c in controllers.values() if c.living and c.state is ReplicaState.SERVING]
+    if serving:
+        return max([done_at, *(at for at in serving if at <= situation.now)])  # the clock may have been set back
+    awaited = (
+        i
+        for i in situation.incidents
+        if i.state is not S.CLOSED and controllers.keys() & {*i.named, *i.handled}
+        if i.incident_id != incident.incident_id and not (i.attempt and AT_ONCE in i.attempt.held_by)
+    )
+    return situation.now if any(awaited) else done_at
 
 
 def _ended_besides(incident: Incident, plan: Plan) -> list[tuple[str, int, int]]:

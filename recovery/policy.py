@@ -402,8 +402,10 @@ def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[Plan
 
 def without_node(facts: PolicyInput, plan: Plan) -> tuple[PlanTarget, ...]:
     """Targets of a plan that waited which must move and for which no node is left."""
-    must = plan.action is ActionKind.REPLACE_NODE or any(t.node in facts.avoided for t in plan.targets)
-    found = _homeless(facts, plan.targets) if must and not plan.action.is_restart else ()
+    if plan.action.is_restart:
+        return ()
+    moves = plan.action is ActionKind.REPLACE_NODE
+    found = tuple(t for t in _homeless(facts, plan.targets) if moves or t.node in facts.avoided)
     return found if len(found) > len(plan.lent) else ()
 
 

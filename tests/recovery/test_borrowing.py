@@ -20,7 +20,7 @@ from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.incidents import ActionFailure, IncidentOutcome
 from rolecall.recovery.nodes import returned_nodes
 from rolecall.recovery.operators import commands, queries
-from rolecall.recovery.policy import PolicyInput, decide, lost_nodes
+from rolecall.recovery.policy import PolicyInput, decide, lost_nodes, without_node
 from rolecall.testing.recovery_world import FLEET, diagnosis
 from rolecall.views.incidents import named_by_plans
 from tests.recovery.test_policy import ask, failed, view
@@ -297,6 +297,23 @@ def test_an_approved_plan_whose_lender_is_gone_is_proposed_anew_with_another_one
     commands.approve_plan(RunDir(tmp_path), anew.plan.digest, "alice", world.clock)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.events(K.ONCALL_PAGED) == []
+
+
+@pytest.mark.parametrize("free", [(), ("node-20",), ("node-20", "node-21")], ids=len)
+@pytest.mark.parametrize("lost", [(), ("node-6",), ("node-7",), ("node-6", "node-7")], ids=len)
+@pytest.mark.parametrize("fault", [F.CRASH, F.GPU])
+@pytest.mark.parametrize("rollouts_min", [1, 3])
+def test_a_plan_has_the_nodes_that_it_was_made_for(
+    fault: FaultClass, lost: tuple[str, ...], free: tuple[str, ...], rollouts_min: int
+) -> None:
+    """Else it would be made again without end."""
+    both = of_node(fault, ("trainer/0", "node-6"), ("trainer/1", LOST_NODE))
+    seen = fleet(places=RunPlaces(nodes=(*NODES, *free)))
+    question = replace(ask(both, view=seen, lost_nodes=frozenset(lost), rollouts_min=rollouts_min), loads=LOADS)
+    plan = decide(question).plan
+    assert without_node(question, plan) == ()
+    if plan.action is A.REPLACE_NODE and not plan.lent:
+        assert without_node(replace(question, fleet=fleet()), plan) != (), "the free nodes are taken"
 
 
 def take_free_node(world: World) -> None:

@@ -316,6 +316,18 @@ def test_a_plan_has_the_nodes_that_it_was_made_for(
         assert without_node(replace(question, fleet=fleet()), plan) != (), "the free nodes are taken"
 
 
+def test_a_standby_lends_its_node_also_while_too_few_rollouts_serve(tmp_path: Path) -> None:
+    """Policy and guard agree: else the plan would be made again without end."""
+    world = World(tmp_path, free_nodes=1, rollouts_min=3)
+    watch = world.watch()
+    world.journal.set_desired(Desired(replica=ReplicaId("standby/0"), incarnation=1, node=NodeId("node-8")))
+    world.run(3, watch)
+    world.journal.change_actual(ReplicaId("rollout/0"), 1, state=ReplicaState.READY)
+    faulty_node(world)
+    world.until(lambda: world.events(K.NODE_LENT), watch)
+    assert world.events(K.INCIDENT_UPDATED) == []
+
+
 def take_free_node(world: World) -> None:
     """Another replica is desired on the only free node."""
     free = NodeId(f"node-{len(FLEET)}")

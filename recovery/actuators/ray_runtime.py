@@ -48,12 +48,12 @@ class RayRuntime:
         # Another replica may move to a standby's node, or have its process already; others wait for any.
         free = [s for s in fleet.standbys() if s.node not in quarantined and len(fleet.on(s.node)) == 1]
         nodes, desired = {s.node for s in fleet.standbys()}, self._journal.desired()
-        for view in fleet.replicas:
-            wanted = desired.get(view.replica)
-            if wanted is None or view.incarnation >= wanted.incarnation:
+        for other in fleet.replicas:
+            wanted = desired.get(other.replica)
+            if wanted is None or other.incarnation >= wanted.incarnation:
                 continue
             if wanted.prefer_standby and wanted.node not in nodes:
-                _take_standby(free, view.role)
+                _take_standby(free, other.role)
         found = [f"{lender.replica} ends and lends {lender.node}" for lender in plan.lent]
         for target in plan.targets:
             view = fleet.find(target.replica)

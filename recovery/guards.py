@@ -153,7 +153,7 @@ def _lenders(plan: Plan, situation: Situation) -> GuardResult | None:
             because = f"the plan ends {lender.replica}#{lender.incarnation}, which no longer runs"
             return GuardResult(LENDER, because, page_oncall=True)
     left, at_least = remaining(situation.fleet, (*plan.lent, *plan.targets)), situation.config.rollouts_min
-    if plan.lent and left < at_least:
+    if left < at_least and not all(is_standby(t.replica) for t in plan.lent):
         because = f"{counted(left, 'rollout')} would go on serving, at least {at_least} must (recovery.rollouts_min)"
         return GuardResult(LENDER, because, page_oncall=True)
     return None

@@ -6,6 +6,7 @@ watch knows all of it. Pure, except what takes a journal.
       |        +- closed ---+           |          |        tolerated, self recovered, ended, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
 
+A plan whose node or lender is gone before it begins, also after its approval, is made again: the incident is open.
 In mode `observe` an incident stays planned, blocked by the mode, until its fault is over, whatever the plan is.
 
 While an operator holds a plan, it does not start and its proposal does not expire. A review of the diagnosis is valid
@@ -87,6 +88,7 @@ class ActionFailure(StrEnum):
     """How an action failed; the policy escalates each kind differently."""
 
     DIED = "died"  # the replacement ended before it made progress
+    NOT_STARTED = "not_started"  # its node could not take a process
     NO_PROGRESS = "no_progress"  # none was seen within `verification_timeout_seconds`
     REFUSED = "refused"  # the actuator could not perform it
 
@@ -347,7 +349,7 @@ def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
 
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.INCIDENT_OPENED: frozenset({None}),
-    K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
+    K.INCIDENT_UPDATED: frozenset(set(S) - {S.CLOSED}),
     K.PLAN_CREATED: frozenset({S.OPEN}),
     K.PLAN_BLOCKED: frozenset({S.PLANNED, S.PROPOSED}),
     K.PLAN_PROPOSED: frozenset({S.PLANNED}),
@@ -497,7 +499,7 @@ def _of_incident(incident: Incident, event: Event) -> Incident:
                 diagnosis=diagnosis,
                 earlier_diagnoses=(*incident.earlier_diagnoses, incident.diagnosis),
                 seen_keys=incident.seen_keys | {diagnosis.key},
-                state=S.OPEN if incident.state is S.PLANNED and not rejected else incident.state,
+                state=S.OPEN if incident.state in NOT_STARTED and not rejected else incident.state,
             )
         case PlanCreated(plan=plan) as created:
             before = incident.attempt

@@ -25,9 +25,9 @@ from rolecall.core.journal.payloads.recovery import (
     PlanExpired,
     PlanProposed,
 )
-from rolecall.core.membership import ReplicaState, is_standby
+from rolecall.core.membership import NO_PROCESS, ReplicaState, is_standby
 from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
-from rolecall.recovery.guards import COMMITS, LENDER, GuardResult, Progress, Situation, check
+from rolecall.recovery.guards import AT_ONCE, COMMITS, LENDER, GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import (
     NOT_STARTED,
     UNDER_REPAIR,
@@ -38,9 +38,10 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node
+from rolecall.recovery.policy import FULL_DISK, ORPHAN, PolicyInput, leaves_node, without_node
 
 TRAINER = "trainer"
+CONTROLLER = "controller"
 JOIN_FACTOR = 10
 """Steps may be longer than the timeout of a verification, and trainers and engines of hybrids join between two."""
 CLEAR_SECONDS = 5.0
@@ -57,6 +58,8 @@ UPDATE_TOPIC = "update"
 """Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
 FAILED_TOPIC = "failed"
 """Topic of its page when an action that was begun in another mode has failed."""
+NODE = "node"
+"""Guard of a plan whose node was taken while it waited."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -113,15 +116,15 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
     if incident.state is S.OPEN or incident.attempt is None:
         return Decide(question=question, key=f"{incident.incident_id}:plan:{len(incident.attempts) + 1}")
     if incident.state is S.PLANNED:
-        return _from_planned(incident, incident.attempt, situation)
+        return _from_planned(incident, incident.attempt, situation, question)
     if incident.state is S.PROPOSED:
-        return _from_proposed(incident, incident.attempt, situation)
+        return _from_proposed(incident, incident.attempt, situation, question)
     if incident.state is S.ACTING:
         return _from_acting(incident, incident.attempt, situation)
     return _from_verifying(incident, incident.attempt, situation)
 
 
-def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
+def _from_planned(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> Move | None:
     # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
     moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
     # It ends by the hand of whoever was paged, which can be seen.
@@ -143,7 +146,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
-    verdict = check(attempt.plan, incident, situation)
+    verdict = _check(incident, attempt, situation, question)
     if verdict.passed:
         # A request approves the replacement that it names, not a restart of what is healthy.
         requested = incident.requested_by_operator and not attempt.plan.action.is_restart
@@ -154,9 +157,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
         return _start(incident, attempt)
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
-    if verdict.guard == LENDER and not situation.observing:
-        updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"planned again, because {verdict.because}")
-        return _about(incident, attempt, "decided_anew", updated)
+    if verdict.guard in (LENDER, NODE):
+        return _decide_anew(incident, attempt, verdict)
     timeout_seconds = situation.config.approval_timeout_seconds
     due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
     if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:
@@ -165,7 +167,7 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     return _blocked(incident, attempt, verdict, situation)
 
 
-def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
+def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> Move | None:
     if attempt.decision is Decision.REJECTED:
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
@@ -184,12 +186,29 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
         return _expire(incident, attempt, f"{what} for {seconds:.0f} s")
     if attempt.decision is not Decision.APPROVED:
         return None
-    verdict = check(attempt.plan, incident, situation)
+    verdict = _check(incident, attempt, situation, question)
     if verdict.passed:
         return _start(incident, attempt, approved_by=attempt.decided_by)
     if verdict.guard == COMMITS:
         return _escalate(incident, COMMITS, f"{incident.diagnosis.because}; {verdict.because}", situation)
+    if verdict.guard in (LENDER, NODE):
+        return _decide_anew(incident, attempt, verdict)
     return _blocked(incident, attempt, verdict, situation)
+
+
+def _check(incident: Incident, attempt: Attempt, situation: Situation, question: PolicyInput) -> GuardResult:
+    """The guards, and at last whether the plan still has the nodes that it counts on."""
+    verdict = check(attempt.plan, incident, situation)
+    homeless = without_node(question, attempt.plan) if verdict.passed else ()
+    if not homeless:
+        return verdict
+    return GuardResult(NODE, f"no node is left for {', '.join(str(t.replica) for t in homeless)}")
+
+
+def _decide_anew(incident: Incident, attempt: Attempt, verdict: GuardResult) -> Append:
+    """What the plan counts on has changed while it waited. One that is approved is made, and then proposed, again."""
+    updated = IncidentUpdated(diagnosis=incident.diagnosis, relation=f"planned again, because {verdict.because}")
+    return _about(incident, attempt, "decided_anew", updated)
 
 
 def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
@@ -216,6 +235,8 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         return _orphan_gone(incident, attempt, situation)
     # A slow start that is cut short begins again, so each attempt after such a failure waits longer.
     num_slow = sum(a.failure is ActionFailure.NO_PROGRESS for a in incident.attempts)
+    done_at = attempt.done_at or situation.now
+    counted_from = _counted_from(incident, attempt.plan, situation, done_at)
     seen = verify(
         attempt.plan,
         fleet=situation.fleet,
@@ -223,7 +244,7 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         besides=_ended_besides(incident, attempt.plan) if situation.fleet.places.scheduled else (),
         waiting=situation.waiting,
         own_faults=situation.worked - incident.at_fault(attempt.plan),
-        done_at=attempt.done_at or situation.now,
+        done_at=counted_from,
         now=situation.now,
         verification_timeout_seconds=situation.config.verification_timeout_seconds * (1 + num_slow),
     )
@@ -236,8 +257,29 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
         # One more end of the targets would not bring it back.
         return _escalate(incident, "not_back", f"{attempt.plan.words}: {seen.because}", situation)
     if seen.failure is not None:
-        return failed(incident, attempt, seen.failure, seen.because)
+        before = f"; {counted_from - done_at:.0f} s without a controller do not count" if counted_from > done_at else ""
+        return failed(incident, attempt, seen.failure, f"{seen.because}{before}")
     return None
+
+
+def _counted_from(incident: Incident, plan: Plan, situation: Situation, done_at: float) -> float:
+    """When the time of its verification begins. Only a controller makes replacements serve: the time does not run while
+    an incident of the controller is open, and not before that one is back. It does if that incident waits for this one
+    (a restart of the job), or was closed without a controller: then on-call was paged of it."""
+    fleet = situation.fleet
+    controllers = {str(c.replica): c for c in fleet.of_role(CONTROLLER)}
+    if fleet.places.scheduled or not controllers or controllers.keys() & {t.replica for t in plan.targets}:
+        return done_at
+    serving = [c.changed_at for c in controllers.values() if c.living and c.state is ReplicaState.SERVING]
+    if serving:
+        return max([done_at, *(at for at in serving if at <= situation.now)])  # the clock may have been set back
+    awaited = (
+        i
+        for i in situation.incidents
+        if i.state is not S.CLOSED and controllers.keys() & {*i.named, *i.handled}
+        if i.incident_id != incident.incident_id and not (i.attempt and AT_ONCE in i.attempt.held_by)
+    )
+    return situation.now if any(awaited) else done_at
 
 
 def _ended_besides(incident: Incident, plan: Plan) -> list[tuple[str, int, int]]:
@@ -461,6 +503,9 @@ def verify(
             seen.append(f"{name} has worked; its end is another fault")
         elif standby and view.incarnation >= wanted and view.state is ReplicaState.STOPPED and view.started:
             seen.append(f"{name} was ready: {view.because}")  # a promotion has used it up
+        elif view.incarnation >= wanted and view.state in DEAD and view.because.startswith(NO_PROCESS):
+            because = f"{target.replica}#{view.incarnation} was {view.because}"
+            return Verification(because=because, failure=ActionFailure.NOT_STARTED)
         elif view.incarnation >= wanted and view.state in DEAD:
             because = (
                 f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"

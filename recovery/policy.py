@@ -16,11 +16,13 @@ Three rules come first: a replica on a quarantined node always moves, because no
 collapse, or a full disk, only pages on-call, whatever its class.
 
 Retries escalate by cause and by count, one rung after the other: replace the replica, restart its role, restart the
-job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another. The
-rules that lead to a restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
+job, page on-call. A replacement that runs without progress may be on a bad node, so the next one goes to another, as
+does one that its node could not take, which says nothing of the software that is started. The rules that lead to a
+restart are those of RobustRL (arXiv 2512.22492, section 4), each counted:
 
     first iteration    two replacements in a row that started but died before their first progress
-    same step          the replica (no standby) was replaced, worked, and failed again before the next step committed
+    same step          the replica (no standby) was replaced, worked, and failed again before the next step committed,
+                       on a node that it need not leave
     beyond the role    the restart of the role failed too, the fault is of several roles, or the role is one replica
 
 Nothing healthy is restarted if the job has committed a step since the last attempt started, or without one since the
@@ -39,7 +41,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, ReplicaLoad
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId, split_replica
-from rolecall.core.membership import COMPUTING_ROLES, STANDBY_ROLES, is_standby
+from rolecall.core.membership import COMPUTING_ROLES, NO_PROCESS, STANDBY_ROLES, is_standby
 from rolecall.core.text import in_words
 from rolecall.recovery.advice import WATCHED, what_to_do
 from rolecall.recovery.borrowing import BORROWER, choose_lenders
@@ -57,6 +59,7 @@ ONCE = "wrong_numbers_once"
 """`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
 AGAIN = "wrong_numbers"
 """Of several: the machine computes wrong numbers, so the replica leaves its node."""
+_ENDED = frozenset({ActionFailure.DIED, ActionFailure.NOT_STARTED})
 DEATHS_ON_START_MAX = 2
 """One dead replacement may be a second fault; two in a row point to what they have in common."""
 
@@ -111,7 +114,11 @@ class PolicyInput:
 
     @property
     def avoided(self) -> frozenset[str]:
-        return self.lost_nodes | self.quarantined_nodes
+        """Nodes on which nothing is placed: also one that could not take a process of a suspect, unless an operator
+        asks for it."""
+        named = () if OPERATOR in self.diagnosis.detectors else {s.replica for s in self.diagnosis.suspects}
+        lost = (r for r in self.fleet.replicas if r.replica in named and r.lost)
+        return self.lost_nodes | self.quarantined_nodes | {r.node for r in lost if r.because.startswith(NO_PROCESS)}
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -393,6 +400,15 @@ def _homeless(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> tuple[Plan
     return tuple(found)
 
 
+def without_node(facts: PolicyInput, plan: Plan) -> tuple[PlanTarget, ...]:
+    """Targets of a plan that waited which must move and for which no node is left."""
+    if plan.action.is_restart:
+        return ()
+    moves = plan.action is ActionKind.REPLACE_NODE
+    found = tuple(t for t in _homeless(facts, plan.targets) if moves or t.node in facts.avoided)
+    return found if len(found) > len(plan.lent) else ()
+
+
 def _lenders(facts: PolicyInput, homeless: tuple[PlanTarget, ...]) -> tuple[tuple[PlanTarget, ...], str]:
     """Replicas that lend their nodes, and the arithmetic; none if they do not suffice."""
     roles = {split_replica(facts.fleet.unit_of(t.replica))[0] for t in homeless}
@@ -458,7 +474,7 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
     if unproven and found:
         found = {r: t for r, t in found.items() if r not in facts.working}
         why_not = why_not if found else _REPLACED_ALREADY
-    if last is ActionFailure.DIED:
+    if last in _ENDED:
         # Of several replacements only the dead ones are replaced again.
         dead = {r: t for r, t in found.items() if (v := facts.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
@@ -487,7 +503,7 @@ def _gave_up(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
     if not why:
         return ""
     views = [v for t in targets if (v := facts.fleet.find(t.replica)) is not None]
-    if past and past[-1].failure is ActionFailure.DIED and not any(v.started for v in views):
+    if past and past[-1].failure in _ENDED and not any(v.started for v in views):
         software = ": the software that is started is at fault, not the machine; another node would not help"
         return f"{why}{software if _deaths(past) >= DEATHS_ON_START_MAX else ''}"
     higher = _next_restart(facts, targets)
@@ -523,7 +539,8 @@ def _needs_restart(facts: PolicyInput, targets: tuple[PlanTarget, ...]) -> str:
         return f"{in_words(past[-1].action)} did not help: {past[-1].because}"
     again = facts.same_step and not past and facts.diagnosis.fault_class.spec.is_repairable
     standby = any(is_standby(t.replica) for t in targets)  # no restart ends a standby: it is replaced again
-    if again and not standby and OPERATOR not in facts.diagnosis.detectors:
+    lost = any(t.node in facts.avoided for t in targets)  # a fault of another machine: moving is a new remedy
+    if again and not standby and not lost and OPERATOR not in facts.diagnosis.detectors:
         done = ", ".join(sorted(in_words(a) for a in facts.same_step))
         return f"it failed again in the same step, after {done}"
     return ""
@@ -559,8 +576,10 @@ def _kind(fleet: FleetView, target: PlanTarget) -> str:
 
 
 def _deaths(past: tuple[FailedAttempt, ...]) -> int:
-    """Attempts in a row, up to now, that ended before their first progress."""
-    return len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, reversed(past))))
+    """Attempts in a row, up to now, that ended before their first progress. One without a process shows nothing of the
+    software that is started."""
+    had_process = [p for p in reversed(past) if p.failure is not ActionFailure.NOT_STARTED]
+    return len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, had_process)))
 
 
 def leaves_node(diagnosis: Diagnosis) -> bool:

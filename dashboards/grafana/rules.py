@@ -226,10 +226,10 @@ RECOVERY = RuleGroup(
         ),
         "RolecallActionErrors": critical(
             expr="sum by (job, instance) "
-            '(increase(rolecall_actions_total{outcome=~"refused|died|no_progress"}[30m])) >= 3',
+            '(increase(rolecall_actions_total{outcome=~"refused|died|not_started|no_progress"}[30m])) >= 3',
             summary=f"Recovery actions fail {REPORTED_BY}",
             description='{{ $value | printf "%.0f" }} actions of the last 30 minutes did not fix the fault: refused, '
-            "replacement died, or no progress.",
+            "replacement died or was not started, or no progress.",
         ),
         "RolecallRecoveryPaused": warning(
             expr=f"rolecall_watch_paused == 1 {UNLESS_ENDED}",

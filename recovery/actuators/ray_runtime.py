@@ -12,7 +12,7 @@ from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.text import in_words
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.borrowing import BORROWER, Comeback
-from rolecall.recovery.fleet_view import fleet_of
+from rolecall.recovery.fleet_view import ReplicaView, fleet_of
 
 STOP_FLAG = "stop"
 
@@ -45,17 +45,23 @@ class RayRuntime:
             return ()  # it names all that it takes down, and every process is started anew
         quarantined = quarantined_nodes(self._journal)
         fleet = fleet_of(self._journal)
-        free = [s for s in fleet.standbys() if s.node not in quarantined]
+        # Another replica may move to a standby's node, or have its process already; others wait for any.
+        free = [s for s in fleet.standbys() if s.node not in quarantined and len(fleet.on(s.node)) == 1]
+        nodes, desired = {s.node for s in fleet.standbys()}, self._journal.desired()
+        for other in fleet.replicas:
+            wanted = desired.get(other.replica)
+            if wanted is None or other.incarnation >= wanted.incarnation:
+                continue
+            if wanted.prefer_standby and wanted.node not in nodes:
+                _take_standby(free, other.role)
         found = [f"{lender.replica} ends and lends {lender.node}" for lender in plan.lent]
         for target in plan.targets:
             view = fleet.find(target.replica)
             if view is not None and view.partner:
                 continue  # it starts anew beside its partner
             role, _ = split_replica(target.replica)
-            standby = next((s for s in free if STANDBY_ROLES[s.role] == role), None)
-            if standby is not None:
-                # A promoted standby keeps its process; it is no victim of the action.
-                free.remove(standby)
+            standby = _take_standby(free, role)
+            if standby is not None:  # it keeps its process, and is no victim of the action
                 found.append(f"{standby.replica} becomes {target.replica}")
         return tuple(found)
 
@@ -188,6 +194,14 @@ class RayRuntime:
                 )
             )
         return records
+
+
+def _take_standby(free: list[ReplicaView], role: str) -> ReplicaView | None:
+    """The first of these that can replace a replica of `role`; it is no longer free."""
+    found = next((s for s in free if STANDBY_ROLES[s.role] == role), None)
+    if found is not None:
+        free.remove(found)
+    return found
 
 
 def _is_done(current: Desired, target: PlanTarget, plan: Plan) -> bool:

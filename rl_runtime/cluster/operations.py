@@ -22,7 +22,7 @@ from rolecall.core.ids import NodeId, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.contract import Payload
 from rolecall.core.journal.payloads.run import ReplicaLost, ReplicaReady, ReplicaStarting, ReplicaStopped
-from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState, hybrid_partner
+from rolecall.core.membership import NO_PROCESS, STANDBY_ROLE, Actual, ReplicaState, hybrid_partner
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
 from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
@@ -121,7 +121,7 @@ class Operations:
         )
         self._begin(record)
         if refusal:
-            self.lose(record, refusal)
+            self.lose(record, f"{NO_PROCESS}{refusal}")
             return
         self._submit([(what.replica, what.incarnation)], lambda: self._start(record))
 

@@ -154,7 +154,7 @@ def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]
     replica, incarnation = desired.replica, desired.incarnation
     role, _ = split_replica(desired.replica)
     if desired.prefer_standby:
-        standby = _ready_standby(fleet, role, promoted)
+        standby = _ready_standby(fleet, role, promoted, desired.node)
         if standby is not None:
             because = f"{standby.replica} on {standby.node} is warm: {desired.because}"
             return Promote(
@@ -168,13 +168,16 @@ def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]
     return Start(replica=replica, incarnation=incarnation, because=desired.because, node=desired.node)
 
 
-def _ready_standby(fleet: ClusterState, role: str, promoted: set[Incarnation]) -> Actual | None:
-    """One that can replace a replica of `role`."""
+def _ready_standby(fleet: ClusterState, role: str, promoted: set[Incarnation], desired_node: NodeId) -> Actual | None:
+    """One that can replace a replica of `role`. That on a node to which another one moves is kept for it: else two
+    would share the node."""
+    awaited = [d for d in fleet.desired.values() if (d.replica, d.incarnation) not in fleet.actual]
+    kept = {d.node for d in awaited if split_replica(d.replica)[0] == role} - {desired_node}
     for key, record in sorted(fleet.actual.items()):
         desired = fleet.desired.get(record.replica)
         fit = record.state is ReplicaState.READY and key in fleet.alive and key not in fleet.busy
         wanted = desired is not None and desired.incarnation == record.incarnation
-        shut = record.node in fleet.quarantined
+        shut = record.node in fleet.quarantined or record.node in kept
         takes = STANDBY_ROLES.get(split_replica(record.replica)[0])
         process = record.pid, record.start_ticks
         renamed = any(

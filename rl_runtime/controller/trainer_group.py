@@ -514,11 +514,13 @@ class TrainerGroup:
             )
             self._recorder.event(interrupted)
             self._note_losses(answers)
+            only_at = ""
             if (faulty := contained.not_finite) is not None:
                 # The member that computed it leaves the epoch, so that another one computes it again; it rejoins with a
-                # copy of the state. The only member tries once more.
+                # copy of the state. The only member tries once more, and then waits for another one.
                 if (first := not_finite.setdefault(faulty.microbatch_id, faulty)) is not faulty:
                     self._recorder.event(_recomputed(first, faulty.replica, finite=False))
+                    only_at = faulty.replica if faulty.replica == first.replica else ""
                 else:
                     self._leave_to_others(ReplicaId(faulty.replica), str(faulty))
             if contained.unusual:
@@ -532,12 +534,12 @@ class TrainerGroup:
                 return CommittedStep(commit=commit, result=result, attempts=attempt)
             code_errors += bool(contained.raised)
             if contained.awaits_recovery:
-                await self._await_recovery(plan, contained.raised)
+                await self._await_recovery(plan, contained.raised, only_at)
         raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
 
     def _leave_to_others(self, replica: ReplicaId, because: str) -> None:
-        """Unless it is the only member, it leaves the epoch."""
-        if len(self.members) > 1:
+        """It leaves the epoch, unless no other member is left."""
+        if any(m[0] != replica and m not in self._lost for m in self.members):
             # It may have left already: the others name it, and it did not answer in time itself.
             for member in [m for m in self.members if m[0] == replica]:
                 self._exclude(member, because)
@@ -598,8 +600,9 @@ class TrainerGroup:
         commit, _ = max(found, key=lambda f: f[0].step)
         return commit, next((r for _, r in found if r is not None and r.commit.step == commit.step), None)
 
-    async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
+    async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException], only_at: str) -> None:
         """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)
+        `only_at`: the one trainer that computed a microbatch which is not finite; another one that is ready takes over.
 
         Raises:
             StepFailed: recovery did not act in time.
@@ -608,6 +611,12 @@ class TrainerGroup:
         while self._clock.monotonic() < deadline:
             if any(m in self._lost for m in raised):
                 await self.regroup("recovery replaced a trainer that raised", with_candidates=False)
+                return
+            if only_at and any(replica != only_at for replica, _ in self._candidates):
+                because = f"another trainer computes what is not finite at {only_at}"
+                await self.regroup(because, with_candidates=True)  # it copies the state
+                self._leave_to_others(ReplicaId(only_at), because)
+                await self.regroup(because, with_candidates=False)
                 return
             await asyncio.sleep(TICK_SECONDS)
         member, error = next(iter(sorted(raised.items(), key=lambda i: i[0])))

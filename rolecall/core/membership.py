@@ -38,6 +38,10 @@ def hybrid_partner(replica: str, num_hybrids: int) -> ReplicaId | None:
     return replica_id(HYBRID_ROLES[role], number) if role in HYBRID_ROLES and number < num_hybrids else None
 
 
+NO_PROCESS = "not started: "
+"""Begins `Actual.because` of an incarnation that never had a process, because its node could not take one."""
+
+
 class ReplicaState(StrEnum):
     STARTING = "starting"  # its process is being started
     READY = "ready"  # it registered and may be given work (trainer: may join; rollout: has no proven weights yet)

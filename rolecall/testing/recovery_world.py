@@ -13,7 +13,7 @@ from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.membership import NO_PROCESS, Actual, Desired, ReplicaState
 from rolecall.recovery.interfaces import Message
 
 FLEET = ("controller/0", "reward/0", "reward/1", "rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1")
@@ -67,6 +67,7 @@ class FakeRuntime:
         self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before they are ready
         self.starts_that_die_ready: dict[str, int] = {}  # the same, ready and before they work
         self.starts_that_hang: dict[str, int] = {}  # replica -> how many of its next starts never get ready
+        self.refusing: dict[str, str] = {}  # node -> why it takes no process
         self.reports_losses = True
         self.processes: dict[str, _FakeReplicaProcess] = {}
         self.replaced: list[tuple[str, int]] = []  # (replica, incarnation that was taken down), in order
@@ -127,6 +128,9 @@ class FakeRuntime:
             dies_in=ReplicaState.STARTING if dies else self._dies_ready(replica),
         )
         self._write(replica, desired.node)
+        if desired.node in self.refusing:
+            self.processes[replica].state = ReplicaState.LOST
+            self._write(replica, because=f"{NO_PROCESS}{self.refusing[desired.node]}")
 
     def _dies_ready(self, replica: str) -> ReplicaState | None:
         left = self.starts_that_die_ready.get(replica, 0)

@@ -12,16 +12,15 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads.recovery import LenderResumed, NodeLent
-from rolecall.core.membership import ReplicaState
+from rolecall.core.membership import Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.borrowing import choose_lenders, comebacks
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
-from rolecall.recovery.guards import LENDER
 from rolecall.recovery.incidents import ActionFailure, IncidentOutcome
 from rolecall.recovery.nodes import returned_nodes
 from rolecall.recovery.operators import commands, queries
-from rolecall.recovery.policy import PolicyInput, decide, lost_nodes
+from rolecall.recovery.policy import PolicyInput, decide, lost_nodes, without_node
 from rolecall.testing.recovery_world import FLEET, diagnosis
 from rolecall.views.incidents import named_by_plans
 from tests.recovery.test_policy import ask, failed, view
@@ -278,7 +277,7 @@ def test_a_lost_node_takes_nothing_until_it_is_returned(tmp_path: Path) -> None:
     world.until(lambda: world.events(K.LENDER_RESUMED), watch)
 
 
-def test_a_plan_whose_lender_is_gone_does_not_begin(tmp_path: Path) -> None:
+def test_an_approved_plan_whose_lender_is_gone_is_proposed_anew_with_another_one(tmp_path: Path) -> None:
     world = World(tmp_path, free_nodes=0, mode="approve")
     watch = world.watch()
     faulty_node(world)
@@ -286,10 +285,88 @@ def test_a_plan_whose_lender_is_gone_does_not_begin(tmp_path: Path) -> None:
     rollout = world.journal.desired()[ReplicaId("rollout/0")]
     world.journal.set_desired(replace(rollout, incarnation=2))
     attempt = world.only().attempt
-    assert attempt is not None and attempt.plan.lent
+    assert attempt is not None and attempt.plan.lent == (
+        PlanTarget(replica=rollout.replica, incarnation=1, node=rollout.node),
+    )
     commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
+    world.until(lambda: len(world.events(K.PLAN_PROPOSED)) == 2, watch)
     world.run(3, watch)
-    assert LENDER in (world.only().attempt or attempt).held_by and ("trainer/1", 1) not in world.runtime.replaced
+    anew = world.only().attempt
+    assert anew is not None and anew.decision is None and anew.plan.digest != attempt.plan.digest
+    assert ("trainer/1", 1) not in world.runtime.replaced, "nobody has approved that"
+    commands.approve_plan(RunDir(tmp_path), anew.plan.digest, "alice", world.clock)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.events(K.ONCALL_PAGED) == []
+
+
+@pytest.mark.parametrize("free", [(), ("node-20",), ("node-20", "node-21")], ids=len)
+@pytest.mark.parametrize("lost", [(), ("node-6",), ("node-7",), ("node-6", "node-7")], ids=len)
+@pytest.mark.parametrize("fault", [F.CRASH, F.GPU])
+@pytest.mark.parametrize("rollouts_min", [1, 3])
+def test_a_plan_has_the_nodes_that_it_was_made_for(
+    fault: FaultClass, lost: tuple[str, ...], free: tuple[str, ...], rollouts_min: int
+) -> None:
+    """Else it would be made again without end."""
+    both = of_node(fault, ("trainer/0", "node-6"), ("trainer/1", LOST_NODE))
+    seen = fleet(places=RunPlaces(nodes=(*NODES, *free)))
+    question = replace(ask(both, view=seen, lost_nodes=frozenset(lost), rollouts_min=rollouts_min), loads=LOADS)
+    plan = decide(question).plan
+    assert without_node(question, plan) == ()
+    if plan.action is A.REPLACE_NODE and not plan.lent:
+        assert without_node(replace(question, fleet=fleet()), plan) != (), "the free nodes are taken"
+
+
+def test_a_standby_lends_its_node_also_while_too_few_rollouts_serve(tmp_path: Path) -> None:
+    """Policy and guard agree: else the plan would be made again without end."""
+    world = World(tmp_path, free_nodes=1, rollouts_min=3)
+    watch = world.watch()
+    world.journal.set_desired(Desired(replica=ReplicaId("standby/0"), incarnation=1, node=NodeId("node-8")))
+    world.run(3, watch)
+    world.journal.change_actual(ReplicaId("rollout/0"), 1, state=ReplicaState.READY)
+    faulty_node(world)
+    world.until(lambda: world.events(K.NODE_LENT), watch)
+    assert world.events(K.INCIDENT_UPDATED) == []
+
+
+def take_free_node(world: World) -> None:
+    """Another replica is desired on the only free node."""
+    free = NodeId(f"node-{len(FLEET)}")
+    world.journal.set_desired(Desired(replica=ReplicaId("rollout/3"), incarnation=1, node=free))
+
+
+def test_an_approved_plan_whose_free_node_is_taken_is_proposed_anew_with_a_lender(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1, mode="approve")
+    watch = world.watch()
+    faulty_node(world, F.NODE_LOST)
+    world.until(lambda: world.events(K.PLAN_PROPOSED), watch)
+    attempt = world.only().attempt
+    assert attempt is not None and not attempt.plan.lent
+    take_free_node(world)
+    commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
+    world.until(lambda: len(world.events(K.PLAN_PROPOSED)) == 2, watch)
+    anew = world.only().attempt
+    assert anew is not None and anew.plan.lent and not world.runtime.replaced
+    commands.approve_plan(RunDir(tmp_path), anew.plan.digest, "alice", world.clock)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.healthy("trainer/1")
+
+
+def test_a_plan_that_waited_while_its_node_was_taken_is_made_again_and_again_once_there_is_one(tmp_path: Path) -> None:
+    world = World(tmp_path, free_nodes=1)
+    watch = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.runtime.processes["rollout/1"].fault = None  # diagnosed by its node alone
+    world.detector.extra = [of_node(F.NODE_LOST, ("rollout/1", "node-4"))]
+    world.until(lambda: world.incidents() and world.only().attempt, watch)
+    take_free_node(world)
+    world.run(3, watch)
+    world.journal.set_flag("paused", None)
+    world.until(world.all_closed, watch)
+    assert {i.outcome for i in world.incidents()} == {IncidentOutcome.TOLERATED} and world.events(K.ONCALL_PAGED)
+    world.journal.remove_desired(ReplicaId("rollout/3"))
+    world.until(lambda: world.runtime.healthy("rollout/1"), watch)
+    assert world.journal.desired()[ReplicaId("rollout/1")].node == f"node-{len(FLEET)}"
 
 
 def test_a_plan_that_waited_is_made_again_when_its_lender_is_gone(tmp_path: Path) -> None:
@@ -307,6 +384,29 @@ def test_a_plan_that_waited_is_made_again_when_its_lender_is_gone(tmp_path: Path
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and ("trainer/1", 1) in world.runtime.replaced
     assert world.events(K.NODE_LENT)[0].as_(NodeLent).incarnation == (1 if world.runtime.healthy("rollout/0") else 2)
+
+
+@pytest.mark.parametrize("free_nodes", [0, 1])
+def test_a_replica_whose_node_takes_no_process_moves_once_another_node_is_free(tmp_path: Path, free_nodes: int) -> None:
+    """Raylet and agent of a node die together: the start of the replacement there is refused at once."""
+    world = World(tmp_path, free_nodes=1)
+    watch = world.watch()
+    if not free_nodes:
+        take_free_node(world)
+    world.runtime.refusing = {"node-4": "node-4 has no raylet any more"}
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.runtime.processes["rollout/1"].fault = None
+    world.detector.extra = [of_node(F.CRASH, ("rollout/1", "node-4"))]
+    world.until(lambda: world.incidents() and world.all_closed(), watch)
+    if not free_nodes:
+        world.run(60, watch)
+        assert {i.outcome for i in world.incidents()} == {IncidentOutcome.TOLERATED}
+        assert world.desired("rollout/1") == 2 and len(world.events(K.ONCALL_PAGED)) == 2
+        world.journal.remove_desired(ReplicaId("rollout/3"))
+    world.until(lambda: world.runtime.healthy("rollout/1"), watch)
+    world.run(5, watch)
+    assert world.incidents()[-1].outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 3
+    assert [e.payload.to_body()["failure"] for e in world.events(K.ACTION_FAILED)] == ["not_started"]
 
 
 def test_a_trainer_for_which_there_was_no_node_moves_once_there_is_one(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The loop on a fake fleet: one fault, one cure; modes; pauses; two watches; faults during cures."""
 
+import math
 import time
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads.recovery import PlanApproved
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.incidents import IncidentOutcome
+from rolecall.core.rundir import RunDir
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.isolation import OUTAGES_APART_SECONDS
 from rolecall.recovery.loop import Watch
+from rolecall.recovery.operators import commands
 from rolecall.testing.recovery_world import FLEET, diagnosis
 from tests.events import filled
 from tests.recovery.simulated_kill import SimulatedKill
@@ -612,3 +615,29 @@ def test_a_restart_of_the_job_waits_for_its_approval(tmp_path: Path) -> None:
     proposed, approved, closed = ((m.kind, m.resolved, m.because) for m in world.notifier.messages)
     assert proposed[:2] == ("plan_proposed", False) and closed[:2] == ("incident_closed", True)
     assert approved == ("plan_approved", True, "plan approved by bob")
+
+
+def test_a_replacement_that_no_controller_can_use_yet_is_not_replaced_again(tmp_path: Path) -> None:
+    """Only a controller makes it serve, and the controller's own plan waits for an approval."""
+    w = World(tmp_path, mode="approve")
+    run, watch = RunDir(tmp_path), w.watch()
+
+    def approve_next() -> None:
+        w.until(lambda: [i for i in w.incidents() if i.state is IncidentState.PROPOSED], watch)
+        attempt = next(i.attempt for i in w.incidents() if i.state is IncidentState.PROPOSED)
+        assert attempt is not None
+        commands.approve_plan(run, attempt.plan.digest, "alice", w.clock)
+
+    w.runtime.inject("rollout/1", FaultClass.CRASH)
+    approve_next()
+    w.until(lambda: w.runtime.processes["rollout/1"].state is ReplicaState.READY, watch)
+    w.runtime.processes["rollout/1"].next_at = math.inf
+    w.runtime.inject("controller/0", FaultClass.CRASH)
+    w.run(5 * w.config.verification_timeout_seconds, watch)
+    assert w.events(K.ACTION_FAILED) == [] and w.desired("rollout/1") == 2
+    approve_next()
+    w.until(lambda: w.runtime.healthy("controller/0"), watch)
+    w.run(w.config.verification_timeout_seconds / 2, watch)
+    w.runtime.processes["rollout/1"].next_at = 0.0
+    w.until(w.all_closed, watch)
+    assert {i.outcome for i in w.incidents()} == {IncidentOutcome.RESOLVED} and w.desired("rollout/1") == 2

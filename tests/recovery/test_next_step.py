@@ -450,6 +450,39 @@ def test_after_a_start_that_took_too_long_the_next_one_gets_more_time(past: tupl
         assert (move is not None and _said(move) == (K.ACTION_FAILED, "no_progress")) is over
 
 
+@pytest.mark.parametrize(
+    ("controller", "state", "changes", "failed"),
+    [
+        ((1, R.SERVING, NOW - 50), S.CLOSED, {}, True),
+        ((2, R.SERVING, NOW - 5), S.CLOSED, {}, False),
+        ((2, R.SERVING, NOW + 5), S.CLOSED, {}, True),
+        ((1, R.LOST, NOW - 5), S.PROPOSED, {}, False),
+        ((2, R.STARTING, NOW - 5), S.VERIFYING, {}, False),
+        ((1, R.LOST, NOW - 5), S.PLANNED, {"held_by": frozenset({"paused"})}, False),
+        ((1, R.LOST, NOW - 5), S.PLANNED, {"held_by": frozenset({"at_once"})}, True),
+        ((1, R.LOST, NOW - 5), S.CLOSED, {}, True),
+    ],
+    ids=["serves", "is back", "clock set back", "proposed", "starts", "paused", "waits for this", "nobody replaces it"],
+)
+def test_the_time_of_a_verification_does_not_run_while_the_controller_is_being_replaced(
+    controller: tuple[int, ReplicaState, float], state: IncidentState, changes: dict[str, Any], failed: bool
+) -> None:
+    incarnation, of_controller, changed_at = controller
+    row = ReplicaView(
+        replica=ReplicaId("controller/0"),
+        desired_incarnation=incarnation,
+        incarnation=incarnation,
+        state=of_controller,
+        node=NodeId("node-0"),
+        changed_at=changed_at,
+    )
+    view = FleetView(replicas=(row, *_row(2, R.READY).replicas))
+    other = _incident(state, _attempt(**changes), d=diagnosis(F.CRASH, ("controller/0", 1)), incident_id="inc-2")
+    i = _incident(S.VERIFYING, _attempt(started_at=NOW - 30, done_at=NOW - 30))
+    move = _move(i, other, view=view, progress=STILL, config={"verification_timeout_seconds": 20.0})
+    assert (move is not None and _said(move) == (K.ACTION_FAILED, "no_progress")) is failed
+
+
 def _with_second(second: ReplicaView) -> FleetView:
     """A job of another scheduler, rollout/1#2 and another one."""
     return FleetView(replicas=(*_row(2, R.SERVING).replicas, second), places=RunPlaces(scheduled=True))

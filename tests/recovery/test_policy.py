@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, PlanTarget, Suspect
 from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet_view import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, RunPlaces
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.policy import FULL_DISK, FailedAttempt, PolicyInput, decide, question, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
@@ -401,6 +401,14 @@ def test_a_second_failure_of_a_replica_in_one_step_restarts_its_role() -> None:
     assert climb(same_step=frozenset({A.RESTART_JOB})) == ("tolerate", [])
 
 
+@pytest.mark.parametrize("done", [A.REPLACE_REPLICA, A.REPLACE_NODE])
+def test_a_replacement_whose_node_is_lost_in_the_same_step_moves_and_nothing_else_ends(done: ActionKind) -> None:
+    nodes = frozenset({"node-trainer-0"})
+    question = ask(diagnosis(F.NODE_LOST, ("trainer/0", 1)), supports=LADDER, lost_nodes=nodes)
+    plan = decide(replace(question, same_step=frozenset({done}))).plan
+    assert plan.action is A.REPLACE_NODE and [str(t.replica) for t in plan.targets] == ["trainer/0"]
+
+
 @pytest.mark.parametrize("standby", ["standby/0", "trainer-standby/0"])
 def test_a_standby_that_fails_again_in_one_step_is_replaced_again(standby: str) -> None:
     spare = FleetView(replicas=(*fleet().replicas, view("trainer-standby/0", "node-10")))
@@ -478,6 +486,49 @@ def test_only_a_step_after_the_start_of_the_last_attempt_shows_that_the_job_work
 def test_replacements_that_do_not_even_start_restart_nothing() -> None:
     assert climb(*TWO_DEATHS, started=False) == ("tolerate", [])
     assert climb(attempt(DIED), started=False, retries_per_replica_max=1) == ("tolerate", [])
+
+
+NOT_STARTED = ActionFailure.NOT_STARTED
+REFUSED_THERE = "not started: node-6 has no raylet any more"
+
+
+def refused(*past: FailedAttempt, nodes: tuple[str, ...] = (), **more: Any) -> tuple[str, str]:
+    """Action and reason for a trainer that its node could not take. `nodes`: that are free."""
+    lost = replace(view("trainer/0", "node-6", desired=len(past) + 1, state=ReplicaState.LOST), because=REFUSED_THERE)
+    others = tuple(
+        replace(r, node=NodeId("node-0")) if r.role == "reward" else r
+        for r in fleet().replicas
+        if r.replica not in ("trainer/0", "standby/0")
+    )
+    seen = FleetView(replicas=(*others, lost), places=RunPlaces(nodes=nodes))
+    question = ask(diagnosis(F.CRASH, ("trainer/0", len(past) + 1)), *past, view=seen, supports=LADDER, **more)
+    verdict = decide(question)
+    assert decide(PolicyInput.from_dict(question.to_dict())) == verdict
+    return str(verdict.plan.action), verdict.plan.because
+
+
+def test_an_incarnation_without_a_process_says_nothing_of_the_software() -> None:
+    for past in ((NOT_STARTED,), (DIED, NOT_STARTED), (NOT_STARTED, NOT_STARTED)):
+        attempts = [attempt(failure, number=n) for n, failure in enumerate(past, start=1)]
+        assert refused(*attempts, nodes=("node-20",))[0] == "replace_node"
+    assert climb(attempt(DIED), attempt(NOT_STARTED, number=2), attempt(DIED, number=3), retries_per_replica_max=9) == (
+        "restart_role",
+        [*TRAINERS],
+    )
+
+
+def test_what_no_node_takes_ends_with_a_page() -> None:
+    action, because = refused(*(attempt(NOT_STARTED, number=n) for n in (1, 2, 3)), nodes=("node-20",))
+    assert action == "tolerate" and "3 attempts failed" in because and "software" not in because
+
+
+def test_a_node_that_could_not_take_a_process_is_left_unless_an_operator_asks() -> None:
+    action, because = refused(attempt(NOT_STARTED))
+    assert action == "replace_node" and " lends " in because
+    assert refused(attempt(NOT_STARTED), rollouts_min=3)[0] == "tolerate", "no other node"
+    lost = replace(view("rollout/1", "node-4", desired=2, state=ReplicaState.LOST), because=REFUSED_THERE)
+    asked = ask(diagnosis(F.CANNOT_TELL, ("rollout/1", 2), detectors=(OPERATOR,)), view=FleetView(replicas=(lost,)))
+    assert decide(asked).plan.action is A.REPLACE_REPLICA
 
 
 def test_slowness_and_requests_of_operators_escalate_nothing() -> None:

@@ -10,7 +10,7 @@ from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
 from rolecall.core.journal.payloads.recovery import NodeQuarantined
-from rolecall.core.membership import Desired
+from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.testing.recovery_world import FLEET
 from tests.recovery.world import World
@@ -113,6 +113,22 @@ def quarantine(world: World, *nodes: str) -> None:
 def standby(world: World, name: str, node: str) -> None:
     world.journal.set_desired(Desired(replica=ReplicaId(name), incarnation=1, node=NodeId(node)))
     world.run(3)
+
+
+def test_a_standby_that_another_replica_gets_is_not_named(world: World) -> None:
+    standby(world, "standby/0", "node-20")
+    actuator, crash = RayRuntime(world.journal), plan(("rollout/1", 1, "node-4"))
+    assert actuator.also_hit(crash) == ("standby/0 becomes rollout/1",)
+    lease = take(world)
+    assert actuator.perform(plan(("rollout/0", 1, "node-3")), lease).done
+    assert actuator.also_hit(crash) == (), "it becomes rollout/0"
+    for number in (1, 2):
+        name, node = ReplicaId(f"standby/{number}"), NodeId(f"node-2{number}")
+        world.journal.set_desired(Desired(replica=name, incarnation=1, node=node))
+        world.journal.set_actual(Actual(replica=name, incarnation=1, node=node, state=ReplicaState.READY, pid=1))
+    assert actuator.also_hit(crash) == ("standby/1 becomes rollout/1",)
+    world.journal.set_desired(replace(desired(world, "rollout/2"), incarnation=2, node=NodeId("node-21")))
+    assert actuator.also_hit(crash) == ("standby/2 becomes rollout/1",), "rollout/2 moves to node-21"
 
 
 RESTART = plan(*((r, 1, f"node-{n}") for n, r in enumerate(FLEET)), action=A.RESTART_JOB)

@@ -205,3 +205,23 @@ def test_a_healthy_replica_that_has_worked_and_ends_is_not_the_failure_of_a_rest
         verification_timeout_seconds=20.0,
     )
     assert (found.resolved, found.failure) == (failure is None, failure)
+
+
+def test_an_incarnation_that_its_node_could_not_take_did_not_die() -> None:
+    plan = Plan(
+        incident_id=IncidentId("inc-1"),
+        action=ActionKind.REPLACE_REPLICA,
+        targets=(PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4")),),
+        because="",
+    )
+    lost = replace(view("rollout/1", "node-4", desired=2, state=R.LOST), because="not started: node-4 has no raylet")
+    found = verify(
+        plan,
+        fleet=FleetView(replicas=(lost,)),
+        progress={},
+        done_at=100.0,
+        now=101.0,
+        verification_timeout_seconds=20.0,
+    )
+    assert found.failure is ActionFailure.NOT_STARTED
+    assert found.because == "rollout/1#2 was not started: node-4 has no raylet"

@@ -164,7 +164,7 @@ def _recovery() -> PanelRow:
         ),
         bars(
             "Actions",
-            "By outcome. refused, died and no_progress are failures.",
+            "By outcome. refused, died, not_started and no_progress are failures.",
             PanelFormat(decimals=0, no_value=NONE_YET),
             PanelQuery("max by (action, outcome) (rolecall_actions_total) > 0", "{{action}}: {{outcome}}"),
         ),

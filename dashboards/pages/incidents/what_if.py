@@ -379,6 +379,7 @@ def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tup
 
 _FAILURES = {
     ActionFailure.DIED: ("{} had died before doing any work", "it died before doing any work"),
+    ActionFailure.NOT_STARTED: ("{} had not been started", "its node could not take it"),
     ActionFailure.NO_PROGRESS: ("{} had made no progress in time", "it made no progress"),
     ActionFailure.REFUSED: ("{} had been refused", "it was refused"),
 }

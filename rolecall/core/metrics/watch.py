@@ -68,7 +68,7 @@ WATCH_METRICS = rows(
         "if none waits",
         "plans_decided_total{decision}": "Decisions on plans that waited: approved, rejected, expired",
         "actions_total{action,outcome}": "Actions by outcome: started; done (verifying begins); refused, died, "
-        "no_progress (failed)",
+        "not_started, no_progress (failed)",
         "evictions_last_hour": "Replicas taken down by actions that were started within the last hour",
         "evictions_limit": "Evictions per hour beyond which rolecall stops acting and pages on-call",
         "oncall_pages_total": "Pages to on-call; without a notification channel they are only logged",

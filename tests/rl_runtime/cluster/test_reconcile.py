@@ -210,6 +210,30 @@ TABLE = {
         ),
         ["Promote rollout/0#2", "Start rollout/1#2"],
     ),
+    "a standby goes to the replica that moves to its node, and to no other": (
+        fleet(
+            [want("rollout/0", 2), want("rollout/1", 2, node="node-6"), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), have("rollout/1", state=S.LOST), STANDBY[1]],
+            dead=("rollout/0#1", "rollout/1#1"),
+        ),
+        ["Start rollout/0#2", "Promote rollout/1#2"],
+    ),
+    "also while the one that moves still ends": (
+        fleet(
+            [want("rollout/0", 2), want("rollout/1", 2, node="node-6"), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), have("rollout/1"), STANDBY[1]],
+            dead=("rollout/0#1",),
+        ),
+        ["Start rollout/0#2", "KillSuperseded rollout/1#1"],
+    ),
+    "one that was placed there before keeps no standby from another": (
+        fleet(
+            [want("rollout/0", 2), want("rollout/1", 2, node="node-6"), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), have("rollout/1", 2, state=S.LOST), STANDBY[1]],
+            dead=("rollout/0#1", "rollout/1#2"),
+        ),
+        ["Promote rollout/0#2"],
+    ),
     "a standby whose process has another name by now serves nobody else": (
         fleet(
             [want("rollout/0", 2), want("rollout/1", 2), STANDBY[0]],

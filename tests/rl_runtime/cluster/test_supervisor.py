@@ -512,7 +512,7 @@ def test_a_node_without_a_free_gpu_takes_no_further_replica(tmp_path: Path) -> N
         rig.want("trainer/0", node="node-1")
         rig.until("trainer/0", 1, S.READY)
         rig.want("trainer/1", node="node-1")
-        assert rig.until("trainer/1", 1, S.LOST).because == "node-1 has 1 GPU: 1 used, 1 needed"
+        assert rig.until("trainer/1", 1, S.LOST).because == "not started: node-1 has 1 GPU: 1 used, 1 needed"
         rig.want("reward/0", node="node-1")
         rig.until("reward/0", 1, S.READY)
         rig.want("trainer/0", 2, node="node-1")

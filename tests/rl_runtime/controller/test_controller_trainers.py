@@ -150,6 +150,53 @@ def test_a_replacement_that_no_other_trainer_reaches_is_left_out_and_given_up(tm
     assert w.controllers[-1].trainers.members.keys() == {("trainer/0", 1), ("trainer/2", 1)}
 
 
+def test_the_only_trainer_that_is_left_computes_a_microbatch_that_is_not_finite_once_more(tmp_path: Path) -> None:
+    """Another trainer is lost in the same attempt, and not replaced before the next regroup."""
+    spoilt = iter([True])
+
+    async def script(w: World) -> None:
+        def spoils(replica: str, microbatch: str) -> bool:
+            if (replica, microbatch) != ("trainer/0", "3.0") or not next(spoilt, False):
+                return False
+            w.fleet.kill("trainer/1")
+            return True
+
+        w.fleet.spoils = spoils
+
+    w = world(tmp_path, script, num_steps=6).run()
+    assert w.check().groups_undone == 0
+    [interrupted] = w.events(EventKind.STEP_INTERRUPTED)
+    assert (interrupted["step"], interrupted["lost"]) == (3, ["trainer/1"])
+    (again,) = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/0", "trainer/0", True)
+
+
+def test_a_replacement_computes_what_is_not_finite_at_the_only_trainer_that_is_left(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.spawn_seconds = 20.0
+        w.fleet.spoils = lambda replica, microbatch: (replica, microbatch) == ("trainer/0", "3.0")
+        w.fleet.kill("trainer/1")
+
+    w = world(tmp_path, script, num_steps=6).run()
+    assert w.check().groups_undone == 0
+    alone, by_other = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (alone["from_replica"], alone["by"], alone["finite"]) == ("trainer/0", "trainer/0", False)
+    assert (by_other["from_replica"], by_other["by"], by_other["finite"]) == ("trainer/0", "trainer/1", True)
+
+
+def test_what_is_not_finite_at_the_replacement_either_fails_its_step(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await until(lambda: w.controllers[-1].state.step == 3)
+        w.fleet.spoils = lambda replica, microbatch: microbatch == "3.0"
+        w.fleet.kill("trainer/1")
+
+    w = world(tmp_path, script, num_steps=6).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed" and "microbatch 3.0" in w.outcome.because
+    assert [b["by"] for b in w.events(EventKind.MICROBATCH_RECOMPUTED)][-1] == "trainer/1"
+    assert len(w.events(EventKind.STEP_INTERRUPTED)) <= 4
+
+
 @pytest.mark.parametrize(("write_seconds", "is_written"), [(0.05, True), (30.0, True), (400.0, False)])
 def test_a_step_that_ends_during_a_stop_is_in_the_ledger_before_it_is_in_a_checkpoint(
     tmp_path: Path, write_seconds: float, is_written: bool

@@ -297,6 +297,11 @@ class JournalSnapshot:
         return (self.orphans_mode if incident.is_of_orphan else "") or self.mode
 
     @property
+    def until(self) -> float:
+        """Now; of an ended run its end, after which nothing is done and nothing costs time."""
+        return self.at if self.run.ended_at is None else min(self.at, self.run.ended_at)
+
+    @property
     def watched(self) -> bool:
         return self.lease is not None and self.lease.holder != "" and self.lease.expires_at > self.at
 

@@ -280,7 +280,7 @@ def _incident_table(found: Sequence[Incident], snapshot: JournalSnapshot) -> str
             _when(i.opened_at),
             Link(i.incident_id, href(i.incident_id, run)),
             in_words(i.diagnosis.fault_class),
-            in_words(status_of(i, snapshot.mode_of(i), snapshot.at)),
+            in_words(status_of(i, snapshot.mode_of(i), snapshot.at, ended=snapshot.run.ended != "")),
             i.diagnosis.because,
         ]
         for i in found

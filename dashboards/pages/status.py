@@ -13,6 +13,8 @@ DIAGNOSED = "diagnosed"
 ONLY_OBSERVED = "only observed"
 NO_ACTION = "no action"
 ACTION_FAILED = "action failed"
+RUN_ENDED = "ended"
+"""Also the outcome of what ends with its run."""
 EXPIRED = "approval expired"
 _OF_PLAN: Mapping[PlanStatus, str] = {
     **{status: str(status) for status in PlanStatus},
@@ -37,7 +39,7 @@ GLYPHS: Mapping[str, str] = {
     "verifying": "◐",
     "resolved": "✓",
     "tolerated": "–",
-    "ended": "○",
+    RUN_ENDED: "○",
     "self_recovered": "⊘",
     "escalated": "✗",
     SET_ASIDE: "⚠",
@@ -49,12 +51,14 @@ NOT_YET_KNOWN = "not yet known"
 """The cost of an open incident without a known loss. It is never shown as 0."""
 
 
-def status_of(incident: Incident, mode: str, now: float) -> str:
+def status_of(incident: Incident, mode: str, now: float, *, ended: bool = False) -> str:
     """One of `GLYPHS`: the outcome of a closed incident, else the state of its newest plan. `mode`: of the watch
-    for this incident."""
+    for this incident. `ended`: the run has ended, so that nothing goes on."""
     attempt = incident.attempt
     if incident.outcome is not None:
         return str(incident.outcome)
+    if ended:
+        return RUN_ENDED
     if attempt is None:
         return DIAGNOSED
     if incident.state in UNDER_REPAIR:
@@ -67,9 +71,9 @@ def status_of(incident: Incident, mode: str, now: float) -> str:
     return NO_ACTION if row is None else _OF_PLAN[row.status]
 
 
-def doing(incident: Incident, mode: str, now: float) -> str:
-    """What is being done about an open incident, in words."""
-    return plain(_doing(incident, mode, now))
+def doing(incident: Incident, mode: str, now: float, *, ended: bool = False) -> str:
+    """What is being done about an open incident, in words. `ended`: the run has ended, at `now`."""
+    return plain(("the run has ended. Last: " if ended else "") + _doing(incident, mode, now))
 
 
 def _doing(incident: Incident, mode: str, now: float) -> str:

@@ -81,7 +81,7 @@ def _where(who: Sequence[str]) -> str:
 def _done(whole: IncidentPageModel) -> str:
     material = whole.material
     if material.incident is not None and material.is_open:
-        return doing(material.incident, material.mode, material.now)
+        return doing(material.incident, material.mode, material.now, ended=material.ended_at is not None)
     if not whole.plan_sections:
         return "no plan was made"
     last = whole.plan_sections[-1]

@@ -179,7 +179,7 @@ def _earlier(incident: Incident | None, earlier: Sequence[Incident], snapshot: J
             "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
             "fault": in_words(i.diagnosis.fault_class),
-            "status": in_words(status_of(i, snapshot.mode_of(i), snapshot.at)),
+            "status": in_words(status_of(i, snapshot.mode_of(i), snapshot.at, ended=snapshot.run.ended != "")),
             "diagnosis": plain(i.diagnosis.because, 300),
         }
         for i in earlier

@@ -202,7 +202,8 @@ def form(
     """
     times = sum(_times(a) for a in asks.values())
     key = f"form:{name}:{times}"
-    with st.form(key, border=False):
+    # Enter would click the first button, whichever one the reason is for.
+    with st.form(key, border=False, enter_to_submit=False):
         needed = any(a.what not in NEEDS_NO_REASON for a in asks.values())
         st.text_input(
             "Reason" if needed else "Reason (optional)",

@@ -52,15 +52,15 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     incidents = tuple(snapshot.projection.incidents.values())
     show_result()
     _status(reader, viewer, state, snapshot)
-    _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)
     if not snapshot.run.ended:
+        _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)
         _pause(reader, viewer, state)
         if snapshot.observed and not state.fleet.replicas:
             _watched_job(reader, viewer, state, snapshot)
         else:
             _nodes(reader, viewer, state, incidents, now)
             _replica(reader, viewer, state)
-    _actions(performed(incidents))
+    _actions(performed(incidents, ended=snapshot.run.ended != ""))
     _history(history(state.events, incidents))
 
 

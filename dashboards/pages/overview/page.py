@@ -146,18 +146,19 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
     open_ = view.open_incidents(snapshot)
     for n, incident in enumerate(open_[:OPEN_MAX]):
         with st.container(border=True, key=f"card-{incident.kind}-{n}", gap="small"):
-            st.html(_card(incident, snapshot.at))
+            st.html(_card(incident, snapshot.until))
             with st.container(horizontal=True):
                 link = {"incident": incident.incident_id, **chosen_run()}
                 st.page_link(
                     "incidents.py", label="Open the incident", icon=":material/timeline:", query_params=link,
                     width="content",
                 )  # fmt: skip
-                label = "Approve or reject" if incident.stage == "awaits approval" else "Act on it"
-                st.page_link(
-                    "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
-                    width="content",
-                )  # fmt: skip
+                if not snapshot.run.ended:
+                    label = "Approve or reject" if incident.asks else "Act on it"
+                    st.page_link(
+                        "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
+                        width="content",
+                    )  # fmt: skip
     if len(open_) > OPEN_MAX:
         label = f"{len(open_) - OPEN_MAX} more incidents are open"
         st.page_link("incidents.py", label=label, query_params={"status": "open", **chosen_run()})

@@ -191,7 +191,8 @@ def state_of(
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     mode = snapshot.mode_of(incident)
-    stage = status_of(incident, mode, snapshot.at)
+    ended = snapshot.run.ended != ""
+    stage = status_of(incident, mode, snapshot.at, ended=ended)
     diagnosis = incident.diagnosis
     paged = ""
     if incident.page_reason:
@@ -199,7 +200,6 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         rest = incident.page_reason.removeprefix(diagnosis.because).removeprefix("; ")
         told = not rest or stage == ONLY_OBSERVED
         paged = paged_text(incident.page_channel) + ("" if told else f": {rest}")
-    ended = snapshot.run.ended != ""
     unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. Last: "
     return OpenIncident(
         incident_id=incident.incident_id,
@@ -209,7 +209,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
-        doing=unwatched + doing(incident, mode, snapshot.at),
+        doing=unwatched + doing(incident, mode, snapshot.until, ended=ended),
         cost=_cost(incident, snapshot),
         asks=_asks(incident, snapshot),
         paged=paged,
@@ -230,7 +230,7 @@ def curve_of(snapshot: JournalSnapshot) -> tuple[Bucket, ...]:
 def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
     """The replica-seconds so far, as on the incident's page."""
     lost = [
-        replace(loss, until=min(loss.until, snapshot.at), stalled_until=min(loss.stalled_until, snapshot.at))
+        replace(loss, until=min(loss.until, snapshot.until), stalled_until=min(loss.stalled_until, snapshot.until))
         for loss in snapshot.trends.still_open
         if loss.incident_id == incident.incident_id
     ]
@@ -238,13 +238,14 @@ def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
         return NOT_YET_KNOWN
     trainers = (r.replica for r in snapshot.run.replicas if r.replica.startswith("trainer/"))
     waited = sum(spent for _, spent in waiting_trainers(lost, trainers))
-    return f"{sum(loss.until - loss.since for loss in lost) + waited:,.1f} replica-seconds so far"
+    so_far = "" if snapshot.run.ended else " so far"
+    return f"{sum(loss.until - loss.since for loss in lost) + waited:,.1f} replica-seconds{so_far}"
 
 
 def _asks(incident: Incident, snapshot: JournalSnapshot) -> str:
     """What the operator is to decide; empty: nothing."""
     mode = snapshot.mode_of(incident)
-    row = plan_row(incident, mode, snapshot.at)
+    row = None if snapshot.run.ended else plan_row(incident, mode, snapshot.at)
     if row is None or row.status is not PlanStatus.AWAITS_APPROVAL or mode == MODE_OBSERVE:
         return ""
     left = row.seconds_left(snapshot.at)

@@ -310,6 +310,22 @@ def test_links_of_an_open_incident_show_its_beginning(tmp_path: Path) -> None:
     assert f"from={(onset - 300) * 1000:.0f}&to={(incident.opened_at + 300) * 1000:.0f}" in grafana
 
 
+def test_the_page_of_an_incident_that_its_run_left_open_stands_still(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open()
+    made.plan(plan)
+    made.act(plan)
+    made.say(K.RUN_ENDED, {"outcome": "interrupted", "because": "Ctrl-C"})
+    snapshot = first_snapshot(made.settings())
+    later = made.clock.wall() + 24 * 3600
+    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, later, None, snapshot.mode_of))
+    rows = dict(brief(whole, None, ()).rows)
+    assert rows["action"].startswith("the run has ended. Last: in progress: replace rollout/1#1")
+    assert rows["is it over"].endswith("when the run ended") and "24 h" not in rows["is it over"]
+    assert whole.cost is not None and whole.cost.is_final and whole.cost.replica_seconds < 60
+    assert whole.plan_sections[-1].outcome == "not finished" and whole.head.status == "ended"
+
+
 def test_earlier_incidents_are_those_of_the_same_node(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     for name, replica in (("i-1", "rollout/0"), ("i-2", "rollout/1"), ("i-3", "rollout/0"), ("i-4", "rollout/0")):

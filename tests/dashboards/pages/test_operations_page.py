@@ -46,6 +46,19 @@ def test_a_run_that_has_ended_offers_no_commands(made: World) -> None:
     assert "Automatic recovery" not in shown and "Replicas" not in shown
 
 
+def test_a_run_that_has_ended_has_no_plan_to_decide_and_nothing_in_progress(made: World) -> None:
+    made.propose("i-1")
+    made.open("i-2", "rollout/0")
+    acting = made.plan("i-2", "rollout/0")
+    made.say(K.ACTION_STARTED, {"plan": acting.to_dict(), "digest": acting.digest}, "i-2")
+    made.say(K.RUN_ENDED, {"outcome": "interrupted", "because": "Ctrl-C"})
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    assert "awaits approval" not in texts(at)
+    assert not any(b.label in ("Approve", "Hold", "Reject") for b in at.button)
+    shown = "".join(h.proto.body for h in at.get("html"))
+    assert "not finished" in shown and "in progress" not in shown
+
+
 def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(made: World) -> None:
     proposed = made.propose("i-1")
     at = page("operations", made, acting=False)
@@ -254,6 +267,14 @@ def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
     assert "on hold" in texts(at)
     button(at, "Lift the hold").click().run()
     assert _new(made, before) == [(K.HOLD_PLACED, "anna"), (K.HOLD_LIFTED, "anna")]
+
+
+def test_enter_in_a_reason_is_no_command(made: World) -> None:
+    """Streamlit clicks the first button of a form then, as Hold for a reason to reject."""
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    forms = [block.proto.form for block in at.get("form") if block.proto.form.form_id.startswith("form:")]
+    assert len(forms) >= 4 and not any(f.enter_to_submit for f in forms)
 
 
 def test_a_veto_ends_the_plan(made: World) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from rolecall.core.text import plain, utc
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, would_do
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
-from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident
 
 SET_ASIDE = "set aside"
@@ -63,7 +62,7 @@ def status_of(incident: Incident, mode: str, now: float, *, ended: bool = False)
         return DIAGNOSED
     if incident.state in UNDER_REPAIR:
         return str(incident.state)
-    if attempt.started_at is None and (mode == MODE_OBSERVE or MODE in attempt.held_by):
+    if attempt.started_at is None and mode == MODE_OBSERVE:
         return ONLY_OBSERVED
     if attempt.failure is not None:
         return ACTION_FAILED

@@ -150,6 +150,7 @@ class RunSnapshotProjection:
                 self.newest = replace(self.newest, ended=outcome, ended_at=event.wall_at)
             case ComponentRestarted(continues_run=True):
                 self.newest = replace(self.newest, continued_at=event.wall_at, ended="", ended_at=None)
+                self.commits.clear()  # the outage is no part of a step
             case EpochAdvanced(epoch=epoch):
                 self.newest = replace(self.newest, epoch=epoch)
             case StepCommitted() as committed:

@@ -302,6 +302,13 @@ class JournalSnapshot:
         return self.at if self.run.ended_at is None else min(self.at, self.run.ended_at)
 
     @property
+    def sampled_at(self) -> float:
+        """When `observed` is judged: now; without a watch at the newest sample, because nothing is known since."""
+        if self.watched or not self.observed:
+            return self.at
+        return min(self.at, max(r.seen_at for r in self.observed))
+
+    @property
     def watched(self) -> bool:
         return self.lease is not None and self.lease.holder != "" and self.lease.expires_at > self.at
 

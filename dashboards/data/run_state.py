@@ -58,7 +58,11 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         kind = "note" if word == "Starting" else "good"
         if word == "Watched" and not (snapshot.observed or snapshot.projection.incidents):
             kind, word = "note", "Not started"
-        elif word == "Watched" and snapshot.observed and not any(r.alive_at(snapshot.at) for r in snapshot.observed):
+        elif (
+            word == "Watched"
+            and snapshot.observed
+            and not any(r.alive_at(snapshot.sampled_at) for r in snapshot.observed)
+        ):
             kind, word = "warn", "Watched: no rank is alive"
     num = len(still_open)
     counted = f"{num} open incident{'s' if num != 1 else ''}" if num else "no open incidents"

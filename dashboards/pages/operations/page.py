@@ -9,7 +9,6 @@ from rolecall.core.errors import JournalError
 from rolecall.core.text import in_words, plain, seconds, utc
 from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.data.run_state import START_WATCH, unwatched_words
 from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
@@ -31,7 +30,7 @@ from rolecall.dashboards.pages.operations.plans import (
 )
 from rolecall.dashboards.pages.shell import chosen_run, data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
-from rolecall.dashboards.pages.style import Cell, Link, banner, table
+from rolecall.dashboards.pages.style import Cell, Link, table
 from rolecall.recovery.incidents import Incident
 from rolecall.recovery.nodes import NodeRecord
 
@@ -66,9 +65,6 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
 
 def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnapshot) -> None:
     ended = snapshot.run.ended
-    if unwatched := unwatched_words(snapshot):
-        because = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        st.html(banner("bad", "No watch is running.", because, advice=START_WATCH))
     if ended:
         st.info("The run has ended: there is nothing left to command.", icon=":material/flag:")
     else:

@@ -214,6 +214,9 @@ def _draw_ranks(snapshot: JournalSnapshot) -> None:
     if not snapshot.observed:
         return
     st.subheader("Ranks")
+    if not snapshot.watched:
+        seen = age(max(0.0, snapshot.at - snapshot.sampled_at))
+        st.caption(f"As the watch last saw them, {seen} ago: what they do now is not known.")
     head, rows = watched_job.rank_table(snapshot)
     st.html(table(head, rows[:RANKS_MAX]))
     more = f" And {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""

@@ -27,7 +27,7 @@ from rolecall.dashboards.data.incident_titles import (
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.data.run_state import KIND_OF, START_WATCH, step_of, unwatched_words
+from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.charts import FaultBand, thinned
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.dashboards.pages.overview.watched_job import course_buckets, figures_of
@@ -94,7 +94,7 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     ranks = _ranks(snapshot, named)
     counted = {r.replica for r in snapshot.run.replicas}
     others = [r for r in snapshot.observed if r.replica not in counted]
-    rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.at))
+    rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.sampled_at))
     for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
         by_role.setdefault(role_of(row.replica), []).append(replace(row, state=state))
@@ -143,7 +143,7 @@ def _ranks(
 ) -> dict[str, tuple[tuple[str, str], ...]]:
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for r in snapshot.observed:
-        state = "healthy" if r.alive_at(snapshot.at) else "lost"
+        state = "healthy" if r.alive_at(snapshot.sampled_at) else "lost"
         state = "suspect" if (r.replica, r.rank) in named else state
         found[r.replica] = (*found.get(r.replica, ()), (f"rank {r.rank} on {r.node}, pid {r.pid}", state))
     return found
@@ -314,9 +314,6 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
         found.append(
             ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume RUN` resumes recovery.")
         )
-    if unwatched := unwatched_words(snapshot):
-        said = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        found.append(("bad", "No watch is running.", said, START_WATCH))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
         head = f"Set aside: {counted(len(snapshot.projection.broken), 'incident or event', 'incidents or events')}."

@@ -83,7 +83,7 @@ def worker(settings: Settings) -> AccountingWorker:
 def _draw(reader: Reader, _snapshot: JournalSnapshot) -> None:
     follow(reader)
     now = reader.now()
-    show_result()
+    show_result(reader)
     accounts = worker(reader.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if accounts.error:
         st.warning("The numbers of this page could not be computed.", icon=":material/report:")

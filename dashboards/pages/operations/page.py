@@ -49,7 +49,7 @@ def show() -> None:
 def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     viewer, state, now = follow(reader), operations(reader).latest(reader), reader.now()
     incidents = tuple(snapshot.projection.incidents.values())
-    show_result()
+    show_result(reader)
     _status(reader, viewer, state, snapshot)
     if not snapshot.run.ended:
         _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)

@@ -253,10 +253,9 @@ def _draw_capabilities(snapshot: JournalSnapshot) -> None:
     rows += watched_job.missing(found)
     st.html(table(["", "ranks", "what", "why", "what to do"], rows, narrow=2, stack=True))
     absent = watched_job.absent(found)
-    st.caption(
-        (f"Not there: {plain(absent, 300)}. " if absent else "")
-        + "As the watch found out while the job ran; `rolecall doctor --job all` also tries stacks and dry runs."
-    )
+    if absent:
+        st.text(f"Not there: {plain(absent, 300)}")
+    st.caption("As the watch found out while the job ran; `rolecall doctor --job all` also tries stacks and dry runs.")
 
 
 def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards import users as people
 from rolecall.recovery.nodes import fold_nodes
 from rolecall.recovery.operators import commands
@@ -275,6 +276,22 @@ def test_enter_in_a_reason_is_no_command(made: World) -> None:
     at = sign_in(page("operations", made), made.add_user("anna"))
     forms = [block.proto.form for block in at.get("form") if block.proto.form.form_id.startswith("form:")]
     assert len(forms) >= 4 and not any(f.enter_to_submit for f in forms)
+
+
+def test_the_result_of_a_command_stays_with_its_run(made: World, tmp_path: Path) -> None:
+    made.propose("i-1")
+    other = create_run_dir(made.run.path.parent, "other")
+    other.write({"run_id": "other", "seed": 1, "config": {}})
+    other_world = World(run=other, users_path=made.users_path)
+    other_world.say(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": []})
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    button(at, "Approve").click().run()
+    assert "Done: recorded in the journal." in texts(at)
+    at.query_params["run"] = "other"
+    at.run()
+    assert "No pending plans" in texts(at) and "Done: recorded in the journal." not in texts(at)
+    at.query_params["run"] = made.run.run_id
+    assert "Done: recorded in the journal." in texts(at.run())
 
 
 def test_a_veto_ends_the_plan(made: World) -> None:

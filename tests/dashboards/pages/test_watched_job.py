@@ -110,7 +110,7 @@ CAPABILITIES = (
     ObservedCapability("seen", "stacks", "partly", "on some nodes", "", "trainer/0 0", 1),
     ObservedCapability("seen", "steps", "no", "<b>reports nothing</b>", "`rolecall exec`", "trainer/0 1", 1),
     ObservedCapability("seen", "steps", "yes", "from hooks", "", "trainer/0 0", 1),
-    ObservedCapability("seen", "GPU", "none", "its agent sees no GPU", "", "trainer/0 0-3", 4),
+    ObservedCapability("seen", "GPU", "none", "its agent sees no GPU ![](http://a/b.png)", "", "trainer/0 0-3", 4),
     ObservedCapability("named", "exit", "yes", "by its signal", "", "trainer/0 0-3", 4),
 )
 
@@ -153,7 +153,8 @@ def test_the_page_of_a_job_whose_integration_tells_all(tmp_path: Path) -> None:
     headings = [str(h.value) for h in at.subheader]
     assert {"Ranks", "Where the time goes", "Progress", "Policy health"} <= set(headings)
     assert "not seen" in page and "&lt;b&gt;reports nothing&lt;/b&gt;" in page, "and names are text"
-    assert "Not there: GPU: its agent sees no GPU." in page
+    assert "Not there: GPU: its agent sees no GPU" in page
+    assert not any("http" in str(e.value) for e in (*at.caption, *at.markdown)), "text of an agent is no Markdown"
 
 
 def test_a_job_without_the_reporter_has_no_empty_columns(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
-"""Suspects and pieces of evidence that are shown; the rest is counted."""
+"""Pieces of evidence that are shown; the rest is counted."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
@@ -61,8 +61,6 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
     took = durations(incident, material.now) if summary is None else summary.durations(material.now)
     ended = material.ended_at is not None
     status = SET_ASIDE if material.set_aside else status_of(incident, material.mode, material.now, ended=ended)
-    who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
-    more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
         ("Fault class", in_words(diagnosis.fault_class)),
         ("Confidence", percent(diagnosis.confidence)),
@@ -88,7 +86,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
             else state_words(incident, summary, material.now, ended=ended),
             SENTENCE_MAX,
         ),
-        who=(*who, *((f"and {more} more",) if more > 0 else ())),
+        who=tuple(_suspect(s) for s in diagnosis.suspects),
         facts=tuple(facts),
         injected=_injected(summary),
     )

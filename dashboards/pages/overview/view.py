@@ -402,7 +402,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
         span = curve[-1].at - (account.start if account else run.started_at)
-        rate = sum(b.tokens for b in curve) / span if span > 0 else None
+        rate = sum(b.tokens for b in curve) / span if span > 0 and snapshot.history.whole else None
     rated = "over the whole run" if run.ended else f"in the last {seconds(round(run.rate_seconds))}"
     step, of = (f"{run.step + 1:,}" if run.step >= 0 else ""), f"of {run.num_steps:,}" if run.num_steps else "committed"
     rows = [

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
@@ -333,6 +336,25 @@ def test_earlier_incidents_are_those_of_the_same_node(tmp_path: Path) -> None:
     known = first_snapshot(made.settings()).projection.incidents
     assert [i.incident_id for i in similar_before(known["i-4"], known.values())] == ["i-3", "i-1"]
     assert similar_before(known["i-1"], known.values()) == () == similar_before(None, known.values())
+
+
+def test_what_is_not_shown_is_counted(shows: Shows, tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    for number in range(12):
+        made.open(name=f"i-{number}")
+    now = made.clock.wall()
+    found = Diagnosis(
+        suspects=tuple(Suspect(node=NodeId("node-4"), role="rollout", replica=f"rollout/{n}") for n in range(50)),
+        fault_class=FaultClass.HANG, onset=now, detected_at=now, confidence=0.9, because="they hang", evidence=(),
+        detectors=("progress",),
+    )  # fmt: skip
+    made.say(K.INCIDENT_OPENED, {"diagnosis": found.to_dict(), "window": "observations"}, "i-many")
+    at = shows(made.run.database_url, incident="i-many")
+    assert not at.exception
+    said = texts(at)
+    assert "and 46 more" in said and "12 on this node, the newest i-11" in said
+    assert len(next(d for d in at.dataframe if "when" in d.value).value) == 8
+    assert "and 4 earlier ones" in said
 
 
 def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) -> None:

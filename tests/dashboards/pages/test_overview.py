@@ -19,6 +19,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.data.progress import RunTrends
+from rolecall.dashboards.data.reader import ReadProgress
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.operations.plans import plan_rows
@@ -250,6 +251,13 @@ def test_letters_of_bands_that_would_overlap_are_one_label() -> None:
     assert charts.columns(points, bands)["key"][2:] == ["A", "B–C", ""]
     assert "the last 3 of 300" in band_legend([(b.key, b.title) for b in bands], 300)
     assert "the last" not in band_legend([(b.key, b.title) for b in bands], 3)
+
+
+def test_the_rate_of_an_ended_run_needs_its_whole_history(fake_run: RunDir) -> None:
+    look = first_snapshot(Settings(journal_url=fake_run.database_url, run=fake_run))
+    assert "tokens per second" in dict(row[:2] for row in view.headline_figures(look))
+    newest = replace(look, history=ReadProgress(read=10, of=9000, whole=False))
+    assert "tokens per second" not in dict(row[:2] for row in view.headline_figures(newest)), "of its newest steps only"
 
 
 def test_a_finished_run_names_its_steps_once(fake_run: RunDir) -> None:

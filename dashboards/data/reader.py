@@ -297,6 +297,18 @@ class JournalSnapshot:
         return (self.orphans_mode if incident.is_of_orphan else "") or self.mode
 
     @property
+    def until(self) -> float:
+        """Now; of an ended run its end, after which nothing is done and nothing costs time."""
+        return self.at if self.run.ended_at is None else min(self.at, self.run.ended_at)
+
+    @property
+    def sampled_at(self) -> float:
+        """When `observed` is judged: now; without a watch at the newest sample, because nothing is known since."""
+        if self.watched or not self.observed:
+            return self.at
+        return min(self.at, max(r.seen_at for r in self.observed))
+
+    @property
     def watched(self) -> bool:
         return self.lease is not None and self.lease.holder != "" and self.lease.expires_at > self.at
 

@@ -33,7 +33,8 @@ class RunState:
 STALL_SECONDS, STALL_STEPS = 120.0, 5.0
 """A run is stalled after this time without a step, and not before this many of its slowest recent steps."""
 FIRST_STEP_SECONDS = 3600.0
-"""A run without a step is stalled this long after its start: loading a large model takes minutes."""
+"""A run without a step since its start, or since `rolecall up` started it again, is stalled after this time: loading a
+large model takes minutes."""
 STALL_RECENT = 20
 """Points of the curve from which the slowest recent step is taken."""
 
@@ -49,13 +50,19 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
         word = "All steps done: last evaluation and checkpoint"
     elif stalled is not None:
         kind, word = "bad", f"Stalled: no step for {age(stalled)}"
+    elif run.step >= 0 and _awaits_step(snapshot):
+        kind, word = "note", "Starting again"
     elif run.step < 0:
         ours = run.started_at is not None or (run.replicas and not snapshot.observed)
         word = "Starting" if ours else "Watched"
         kind = "note" if word == "Starting" else "good"
         if word == "Watched" and not (snapshot.observed or snapshot.projection.incidents):
             kind, word = "note", "Not started"
-        elif word == "Watched" and snapshot.observed and not any(r.alive_at(snapshot.at) for r in snapshot.observed):
+        elif (
+            word == "Watched"
+            and snapshot.observed
+            and not any(r.alive_at(snapshot.sampled_at) for r in snapshot.observed)
+        ):
             kind, word = "warn", "Watched: no rank is alive"
     num = len(still_open)
     counted = f"{num} open incident{'s' if num != 1 else ''}" if num else "no open incidents"
@@ -99,13 +106,20 @@ def unwatched_words(snapshot: JournalSnapshot) -> str:
     return f"not watched for {age(max(0.0, snapshot.at - lease.expires_at))}" if lease.expires_at else "not watched"
 
 
+def _awaits_step(snapshot: JournalSnapshot) -> bool:
+    """Whether no step was committed since the run was started, or started again."""
+    curve, continued_at = snapshot.trends.curve, snapshot.run.continued_at
+    return not curve or (continued_at is not None and curve[-1].at < continued_at)
+
+
 def _stalled_seconds(snapshot: JournalSnapshot) -> float | None:
     """Time since the last step of a run that stands still, or since the start; None: it goes on, or has ended."""
     run, curve = snapshot.run, snapshot.trends.curve
     if run.ended:
         return None
-    if not curve:
-        silent = snapshot.at - run.started_at if run.started_at is not None and run.step < 0 else 0.0
+    if _awaits_step(snapshot):
+        begun = run.started_at if run.continued_at is None else run.continued_at
+        silent = snapshot.at - begun if begun is not None else 0.0
         return silent if silent > FIRST_STEP_SECONDS else None
     slowest = max((b.seconds_max for b in curve[-STALL_RECENT:] if math.isfinite(b.seconds_max)), default=0.0)
     silent = snapshot.at - curve[-1].at

@@ -255,12 +255,14 @@ RUN = RuleGroup(
         "RolecallRunStalled": critical(
             expr=f"""(time() - rolecall_run_step_timestamp_seconds
             > clamp_min(10 * avg_over_time(rolecall_run_step_seconds[1h]), 300)
+            unless rolecall_run_step_timestamp_seconds < rolecall_run_start_timestamp_seconds
             or time() - rolecall_run_start_timestamp_seconds > {FIRST_STEP_SECONDS:.0f}
-            and on (job, instance) rolecall_run_step < 0) {UNLESS_ENDED} {UNLESS_TRAINED}""",
+            unless rolecall_run_step_timestamp_seconds >= rolecall_run_start_timestamp_seconds)
+            {UNLESS_ENDED} {UNLESS_TRAINED}""",
             hold="30s",
             summary=f"No step was committed for {{{{ $value | humanizeDuration }}}} {REPORTED_BY}",
             description="That is more than ten times the mean step time of the last hour, and more than five minutes; "
-            "or more than an hour since the start of a run that has no step yet.",
+            "or more than an hour since the start of a run, or its start by `rolecall up`, without a step.",
         ),
         "RolecallEttrLow": warning(
             expr=f"""delta(rolecall_run_effective_seconds[1h]) / (delta(rolecall_run_training_seconds[1h]) > 1200) < 0.8

@@ -62,7 +62,9 @@ class _FleetPageCache:
                 self.by_node, self.codes = nodes.incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = nodes.pasts(state.events), (incidents, state.events)
             ended = snapshot.projection.ended is not None
-            known = state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed, now)
+            known = (
+                state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed, snapshot.sampled_at)
+            )
             until = nodes.counted_until(incidents, known, ended, now)
             return nodes.fleet_rows(known, self.by_node, self.pasts, self.codes, live, until, state.nodes, ended=ended)
 
@@ -253,7 +255,7 @@ def _replicas(row: nodes.NodeRow, snapshot: JournalSnapshot) -> str:
         for r in snapshot.observed:
             if r.node == row.node:
                 is_suspect = bool(suspects & {(r.replica, r.rank), (r.replica, None)})
-                state = "suspect" if is_suspect else "healthy" if r.alive_at(snapshot.at) else "lost"
+                state = "suspect" if is_suspect else "healthy" if r.alive_at(snapshot.sampled_at) else "lost"
                 found.append((f"{r.replica} rank {r.rank}, pid {r.pid}", state, ""))
     if not found:
         return '<div class="rc rc-soft">No replica runs on it.</div>'
@@ -280,7 +282,7 @@ def _incident_table(found: Sequence[Incident], snapshot: JournalSnapshot) -> str
             _when(i.opened_at),
             Link(i.incident_id, href(i.incident_id, run)),
             in_words(i.diagnosis.fault_class),
-            in_words(status_of(i, snapshot.mode_of(i), snapshot.at)),
+            in_words(status_of(i, snapshot.mode_of(i), snapshot.at, ended=snapshot.run.ended != "")),
             i.diagnosis.because,
         ]
         for i in found

@@ -21,7 +21,7 @@ from rolecall.core.errors import JournalError
 from rolecall.core.rundir import RunDir, newest_runs
 from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader, Readers
-from rolecall.dashboards.data.run_state import run_state
+from rolecall.dashboards.data.run_state import START_WATCH, run_state, unwatched_words
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
 from rolecall.dashboards.pages.style import CLOSE_MENU, LOST_TITLE, banner, css
 from rolecall.dashboards.settings import Settings, current
@@ -181,7 +181,7 @@ def page(
     slow: Callable[[Reader, JournalSnapshot], None] | None = None,
     last: Callable[[Reader, JournalSnapshot], None] | None = None,
 ) -> None:
-    """Draws a page: sidebar, heading, error banner if any, and the content, refreshed every few seconds.
+    """Draws a page: sidebar, heading, banners (an error, no watch) and the content, refreshed every few seconds.
 
     `slow`: content that is expensive to draw, below the rest and refreshed less often. `last`: content below that,
     refreshed as the first.
@@ -207,6 +207,9 @@ def page(
         state = run_state(snapshot)
         st.set_page_config(page_title=state.tab_title(name) if snapshot.usable else plain(f"{name} · no journal", 100))
         if snapshot.usable:
+            if unwatched := unwatched_words(snapshot):
+                because = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
+                st.html(banner("bad", "No watch is running.", because, advice=START_WATCH))
             _drawn(journal_reader, snapshot, draw)
 
     live()

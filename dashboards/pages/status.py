@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from rolecall.core.text import plain, utc
 from rolecall.dashboards.data.incident_titles import MODE_OBSERVE, would_do
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
-from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident
 
 SET_ASIDE = "set aside"
@@ -13,6 +12,8 @@ DIAGNOSED = "diagnosed"
 ONLY_OBSERVED = "only observed"
 NO_ACTION = "no action"
 ACTION_FAILED = "action failed"
+RUN_ENDED = "ended"
+"""Also the outcome of what ends with its run."""
 EXPIRED = "approval expired"
 _OF_PLAN: Mapping[PlanStatus, str] = {
     **{status: str(status) for status in PlanStatus},
@@ -37,7 +38,7 @@ GLYPHS: Mapping[str, str] = {
     "verifying": "◐",
     "resolved": "✓",
     "tolerated": "–",
-    "ended": "○",
+    RUN_ENDED: "○",
     "self_recovered": "⊘",
     "escalated": "✗",
     SET_ASIDE: "⚠",
@@ -49,17 +50,19 @@ NOT_YET_KNOWN = "not yet known"
 """The cost of an open incident without a known loss. It is never shown as 0."""
 
 
-def status_of(incident: Incident, mode: str, now: float) -> str:
+def status_of(incident: Incident, mode: str, now: float, *, ended: bool = False) -> str:
     """One of `GLYPHS`: the outcome of a closed incident, else the state of its newest plan. `mode`: of the watch
-    for this incident."""
+    for this incident. `ended`: the run has ended, so that nothing goes on."""
     attempt = incident.attempt
     if incident.outcome is not None:
         return str(incident.outcome)
+    if ended:
+        return RUN_ENDED
     if attempt is None:
         return DIAGNOSED
     if incident.state in UNDER_REPAIR:
         return str(incident.state)
-    if attempt.started_at is None and (mode == MODE_OBSERVE or MODE in attempt.held_by):
+    if attempt.started_at is None and mode == MODE_OBSERVE:
         return ONLY_OBSERVED
     if attempt.failure is not None:
         return ACTION_FAILED
@@ -67,9 +70,9 @@ def status_of(incident: Incident, mode: str, now: float) -> str:
     return NO_ACTION if row is None else _OF_PLAN[row.status]
 
 
-def doing(incident: Incident, mode: str, now: float) -> str:
-    """What is being done about an open incident, in words."""
-    return plain(_doing(incident, mode, now))
+def doing(incident: Incident, mode: str, now: float, *, ended: bool = False) -> str:
+    """What is being done about an open incident, in words. `ended`: the run has ended, at `now`."""
+    return plain(("the run has ended. Last: " if ended else "") + _doing(incident, mode, now))
 
 
 def _doing(incident: Incident, mode: str, now: float) -> str:

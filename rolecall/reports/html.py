@@ -40,7 +40,11 @@ def render_html(report: Report) -> str:
 def headline(report: Report) -> str:
     """The run in one sentence. Also the first line of the terminal's summary."""
     faults, first, last = report["faults_injected"], report["reward_first"], report["reward_last"]
-    resolved = sum(i["fault"] is not None and i["outcome"] == "resolved" for i in report["incidents"])
+    resolved = sum(
+        1 + len(i["further_faults"])
+        for i in report["incidents"]
+        if i["fault"] is not None and i["outcome"] == "resolved" and i["resolved_at"] is not None
+    )
     if faults and resolved == faults:
         what = f"{faults} of {faults} faults resolved" if faults > 1 else "The fault was resolved"
     elif faults:

@@ -187,7 +187,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     began = training_began(facts.events)
     begun = zero if began is None else began
     worked_until = committed[-1].at if committed else end
-    lost = losses(joined, worked_until)
+    counted_until = committed[-1].at if committed else begun  # without a step no time is known to be useful, or lost
+    lost = losses(joined, counted_until)
     phases = phases_of_run(joined.summaries, facts.events)
     kept = pids_kept(
         facts.known,
@@ -229,7 +230,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "training_started_seconds": round(begun - zero, 3),
         "num_tokens": sum(s.num_tokens for s in committed),
         "mfu": {role: asdict(mfu) for role, mfu in _mfu(facts).items()},
-        **_effective(facts, begun, worked_until, lost, phases, zero, baseline),
+        **_effective(facts, begun, counted_until, lost, phases, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
         "incidents": [s.to_dict(end) for s in joined.summaries],
         "recovery_phases": [p.to_dict() for p in phases if p.has_action],

@@ -52,7 +52,7 @@ class RunAccount:
     lost_time: EttrAccumulator
     mfu: MfuMeter
     events: Counter[str] = field(default_factory=Counter)  # by kind
-    started_at: float | None = None
+    started_at: float | None = None  # or continued by `rolecall up`, the newest time
     ended: bool = False
     step: Step | None = None
     staleness: float | None = None
@@ -95,7 +95,7 @@ class RunAccount:
             case RunEnded():
                 self.ended = True
             case ComponentRestarted(continues_run=True):
-                self.ended = False
+                self.ended, self.started_at = False, event.wall_at
             case StepCommitted() as committed:
                 self.step = step_of(committed, event.wall_at)
                 self.num_tokens += committed.tokens

@@ -68,6 +68,8 @@ class RunSnapshot:
 
     now: float
     started_at: float | None = None
+    continued_at: float | None = None
+    """When `rolecall up` started it again, the newest time."""
     step: int = -1
     num_steps: int | None = None
     epoch: int = 0
@@ -92,6 +94,7 @@ class RunSnapshot:
     closed_incidents: tuple[IncidentRow, ...] = ()  # newest last
     paused: str = ""
     ended: str = ""
+    ended_at: float | None = None
     note: str = ""  # current activity before training starts
 
     @property
@@ -144,9 +147,10 @@ class RunSnapshotProjection:
                 )
                 self.num_steps = self.num_steps or num_steps
             case RunEnded(outcome=outcome):
-                self.newest = replace(self.newest, ended=outcome)
+                self.newest = replace(self.newest, ended=outcome, ended_at=event.wall_at)
             case ComponentRestarted(continues_run=True):
-                self.newest = replace(self.newest, ended="")
+                self.newest = replace(self.newest, continued_at=event.wall_at, ended="", ended_at=None)
+                self.commits.clear()  # the outage is no part of a step
             case EpochAdvanced(epoch=epoch):
                 self.newest = replace(self.newest, epoch=epoch)
             case StepCommitted() as committed:

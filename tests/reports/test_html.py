@@ -118,6 +118,10 @@ def test_headlines_say_what_is_so(report: dict[str, Any]) -> None:
     assert none.startswith("No fault, no finding, the audit holds")
     assert said(false_alarms=["i-9"]).startswith("3 of 3 faults resolved, 1 false alarm, the audit holds")
     assert "the audit fails" in said(audit={**report["audit"], "ok": False})
+    first, second, third = report["incidents"]
+    further = {**first, "further_faults": [second["fault"]]}
+    assert said(incidents=[further, third]).startswith("3 of 3 faults resolved"), "as the verdict counts"
+    assert said(incidents=[first, second, {**third, "resolved_at": None}]).startswith("Only 2 of 3 faults resolved")
     assert "1 incident" in said(faults_injected=0, incidents=report["incidents"][:1])
     assert "reward" not in said(reward_first=None)
 

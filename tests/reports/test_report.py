@@ -166,6 +166,16 @@ def test_a_run_without_a_single_step(tmp_path: Path) -> None:
     assert (empty["num_steps"], empty["ettr"], empty["reward_first"], empty["wall_seconds"]) == (0, None, None, 0)
 
 
+def test_a_run_that_never_committed_a_step_has_no_ettr(tmp_path: Path) -> None:
+    fake = FakeRun(tmp_path, strikes=())
+    fake._steps = lambda: None  # type: ignore[method-assign]
+    fake.at(400.0, lambda: fake.say(EventKind.RUN_ENDED, {"outcome": "failed", "because": "no step"}))
+    report = write_report(fake.build())
+    assert report["num_steps"] == 0 and report["wall_seconds"] == pytest.approx(400.0)
+    assert report["ettr"] is None is report["ettr_with_start"] and report["lost_replica_seconds"] == {}
+    assert "ETTR</dt><dd>–" in render_html(report)
+
+
 def test_no_journal_is_said(tmp_path: Path) -> None:
     with pytest.raises(JournalError):
         write_report(RunDir(tmp_path))

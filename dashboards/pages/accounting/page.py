@@ -83,7 +83,7 @@ def worker(settings: Settings) -> AccountingWorker:
 def _draw(reader: Reader, _snapshot: JournalSnapshot) -> None:
     follow(reader)
     now = reader.now()
-    show_result()
+    show_result(reader)
     accounts = worker(reader.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if accounts.error:
         st.warning("The numbers of this page could not be computed.", icon=":material/report:")
@@ -173,8 +173,8 @@ def _effective(statistics: IncidentStatistics) -> None:
     times = statistics.times
     if times is None or not times.num_replicas:
         st.text(
-            "Not available: the journal has no epoch with a trainer and a rollout. For a job that rolecall only "
-            "watches, it cannot tell which part of the time was useful."
+            "Not available: the journal has no epoch with a trainer and a rollout, or no step yet. For a job that "
+            "rolecall only watches, it cannot tell which part of the time was useful."
         )
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")
@@ -494,11 +494,12 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident], snap
     if not listed:
         st.text("No diagnoses yet.")
         return
+    ended = snapshot.run.ended != ""
     columns = {
         "review": [_review(i) for i in listed],
         "incident": [href(i.incident_id, chosen_run()) for i in listed],
         "class": [in_words(i.diagnosis.fault_class) for i in listed],
-        "status": [in_words(status_of(i, snapshot.mode_of(i), snapshot.at)) for i in listed],
+        "status": [in_words(status_of(i, snapshot.mode_of(i), snapshot.at, ended=ended)) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
         "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],

@@ -18,7 +18,6 @@ from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 
 WHO_SHOWN = 4
-SIMILAR_MAX = 8
 LINK_SECONDS = 300.0
 """Time before the onset and after the close (of an open incident: the opening) that links to logs and Grafana show."""
 REPLICA_BOARD = "rolecall-replica"
@@ -81,7 +80,7 @@ def _where(who: Sequence[str]) -> str:
 def _done(whole: IncidentPageModel) -> str:
     material = whole.material
     if material.incident is not None and material.is_open:
-        return doing(material.incident, material.mode, material.now)
+        return doing(material.incident, material.mode, material.now, ended=material.ended_at is not None)
     if not whole.plan_sections:
         return "no plan was made"
     last = whole.plan_sections[-1]
@@ -114,7 +113,7 @@ def similar_before(incident: Incident | None, incidents: Iterable[Incident]) -> 
     found = [
         i for i in incidents if i.opened_at < incident.opened_at and nodes & {str(s.node) for s in i.diagnosis.suspects}
     ]
-    return tuple(sorted(found, key=lambda i: -i.opened_at)[:SIMILAR_MAX])
+    return tuple(sorted(found, key=lambda i: -i.opened_at))
 
 
 def markdown(found: IncidentBrief, run: str) -> str:

@@ -77,7 +77,8 @@ class IncidentCost:
     steps_interrupted: int
     steps_undone: int
     is_final: bool
-    """False: the incident is open, or a rollout that lent its node does not serve yet, and the cost still grows."""
+    """False: the run goes on, and the incident is open or a rollout that lent its node does not serve yet: the cost
+    still grows."""
     how: tuple[str, ...]
     """How the replica-seconds add up, a line each; empty: no loss is known."""
 
@@ -93,9 +94,8 @@ def cost(
         closed_at = summary.incident.closed_at
         end = closed_at if closed_at is not None else material.events[-1].wall_at
     lost = losses(MatchedIncidents(summaries=(summary,)), end)
-    ended_at = next((e.wall_at for e in material.around if e.kind is K.RUN_ENDED), None)
     loans = away_times(material.around)
-    lenders = losses(MatchedIncidents(away=loans), material.now if ended_at is None else ended_at)
+    lenders = losses(MatchedIncidents(away=loans), material.now if material.ended_at is None else material.ended_at)
     waiting = waiting_trainers(lost, (name for name, _ in material.known if name.startswith(TRAINER)))
     replica_seconds = sum(loss.until - loss.since for loss in (*lost, *lenders)) + sum(s for _, s in waiting)
     during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]
@@ -110,7 +110,8 @@ def cost(
         requests_reassigned=sum(said.num_requests for said in moved),
         steps_interrupted=interrupted if any(replica.startswith(TRAINER) for replica in hit) else 0,
         steps_undone=summary.steps_lost,
-        is_final=not material.is_open and (ended_at is not None or all(lent.until is not None for lent in loans)),
+        is_final=material.ended_at is not None
+        or (not material.is_open and all(lent.until is not None for lent in loans)),
         how=tuple(_words(lost, lenders, waiting)),
     )
 
@@ -210,9 +211,9 @@ class IncidentPageCache:
                 self._kept.move_to_end(incident_id)
         grows = before is not None and before[1].cost is not None and not before[1].cost.is_final
         state = self._state(snapshot, incident_id, now, grows=grows)
-        if before is not None and before[0] == state and not before[1].material.is_open:
-            return before[1]
         if before is not None and before[0] == state:
+            if not before[1].material.is_open or before[1].material.ended_at is not None:
+                return before[1]
             return page_model(replace(before[1].material, now=now), before[1].signals)
         kept = before[1] if before is not None else None
         with reader.journal() as journal:

@@ -47,6 +47,7 @@ def all_rows(reader: Reader, snapshot: JournalSnapshot) -> list[table.IncidentTa
         mode_of=snapshot.mode_of,
         now=snapshot.at,
         step_of=lambda incident: step_of(incident, snapshot),
+        ended=snapshot.run.ended != "",
     )
 
 
@@ -57,7 +58,7 @@ def draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     _sparklines([r for r in rows if wanted.takes(r, now)])
     _count(found, snapshot)
     if found.rows:
-        _table(found.rows, now)
+        _table(found.rows, snapshot.until)
     elif not rows:
         st.info("No incidents in this run.", icon=":material/check_circle:")
     else:

@@ -58,6 +58,7 @@ RUN_KINDS = (
 class IncidentPageInputs:
     incident_id: str
     now: float
+    """Of an incident that is open when its run ends: that moment, after which it takes and costs no time."""
     incident: Incident | None
     """None: it cannot be read."""
     set_aside: str
@@ -74,6 +75,8 @@ class IncidentPageInputs:
     """Missing inputs, each with its reason."""
     mode: str = ""
     """Of the watch."""
+    ended_at: float | None = None
+    """The end of the run."""
     steps_undone: Mapping[int, float] = field(default_factory=dict)
     """Optimizer step -> wall time at which it was last undone, from the ledger."""
 
@@ -104,10 +107,12 @@ def read(
         missing.append(f"the injection log: {plain(error)}")
     around = _around(journal, incident, events, damaged, missing, others=bool(faults))
     around += [e for e in _ends_of_loans(journal, events) if e.seq not in {x.seq for x in around}]
+    end = recorded_end(journal)
+    is_open = incident is not None and incident.closed_at is None
     missing += [plain(str(line.error)) for line in damaged[:5]]
     return IncidentPageInputs(
         incident_id=incident_id,
-        now=now,
+        now=min(now, end.wall_at) if end is not None and is_open else now,
         incident=incident,
         set_aside=first_line(projection.broken[incident_id]) if incident_id in projection.broken else "",
         others=tuple(i for i in list(projection.incidents.values()) if i.incident_id != incident_id),
@@ -118,6 +123,7 @@ def read(
         faults=_of_that_time(faults, around),
         missing=tuple(missing),
         mode=mode_of(incident) if incident is not None else "",
+        ended_at=None if end is None else end.wall_at,
         steps_undone=_steps_undone(journal, incident, around),
     )
 
@@ -162,8 +168,8 @@ def _steps_undone(journal: Journal, incident: Incident | None, around: list[Even
 
 
 def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
-    """When the rollouts that lent their nodes served again, however late; else the end of the run. Looked up after each
-    of their starts, because rollouts prove their weights at every step."""
+    """When the rollouts that lent their nodes served again, however late. Looked up after each of their starts, because
+    rollouts prove their weights at every step."""
     lenders, found = AwayReplicas(), list[Event]()
     for event in own:
         lenders.take(event)
@@ -175,8 +181,7 @@ def _ends_of_loans(journal: Journal, own: list[Event]) -> list[Event]:
         if lent is not None and said.incarnation > lent.incarnation:
             proofs = journal.events(after=start.seq, kinds=(K.WEIGHTS_ADMITTED,), limit=CHUNK_LINES, damaged=[])
             found += [e for e in proofs if lenders.take(e)]
-    ended = recorded_end(journal) if lenders.open else None
-    return [*found, *([ended] if ended is not None else [])]
+    return found
 
 
 def _lives(

@@ -36,6 +36,8 @@ SERIES_ADVICE = (
     "`rolecall watch` stores what the detectors read in the last minutes when it opens an incident. Without that, "
     "`rolecall dashboard --prometheus URL` shows the series of that time from Prometheus."
 )
+EARLIER_MAX = 8
+"""Earlier incidents of the same nodes that are listed, the newest; the rest is counted."""
 SEARCHED_MAX = 50
 """Other runs that are searched for an incident, the newest."""
 
@@ -179,13 +181,15 @@ def _earlier(incident: Incident | None, earlier: Sequence[Incident], snapshot: J
             "link": href(i.incident_id, chosen_run()),
             "when": "" if incident is None else age_of(i, incident),
             "fault": in_words(i.diagnosis.fault_class),
-            "status": in_words(status_of(i, snapshot.mode_of(i), snapshot.at)),
+            "status": in_words(status_of(i, snapshot.mode_of(i), snapshot.at, ended=snapshot.run.ended != "")),
             "diagnosis": plain(i.diagnosis.because, 300),
         }
-        for i in earlier
+        for i in earlier[:EARLIER_MAX]
     ]
     config = {"link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)")}
     st.dataframe(rows, hide_index=True, column_config=config, key="incident-earlier")
+    if earlier[EARLIER_MAX:]:
+        st.text(f"and {counted(len(earlier) - EARLIER_MAX, 'earlier one')}")
 
 
 def _facts(facts: view.Facts, key: str) -> None:

@@ -121,8 +121,10 @@ class IncidentTable:
         mode_of: Callable[[Incident], str] = lambda _: "",
         now: float = 0.0,
         step_of: Callable[[Incident], int | None] = lambda _: None,
+        ended: bool = False,
     ) -> list[IncidentTableRow]:
-        """All rows: open incidents first, then newest first. `mode_of`: mode of the watch."""
+        """All rows: open incidents first, then newest first. `mode_of`: mode of the watch. `ended`: the run has
+        ended."""
         found = []
         for name, incident in list(incidents.items()):
             why = first_line(broken[name]) if name in broken else ""
@@ -131,7 +133,7 @@ class IncidentTable:
                 before = self._made[name] = (incident, why, step, row_of(incident, why, step))
             row = before[3]
             if row.is_open:
-                row = _searchable(replace(row, status=status_of(incident, mode_of(incident), now)))
+                row = _searchable(replace(row, status=status_of(incident, mode_of(incident), now, ended=ended)))
             found.append(row)
         found += [broken_row(name, first_line(why)) for name, why in list(broken.items()) if name not in incidents]
         return sorted(found, key=lambda r: (not r.is_open, -r.opened_at, r.incident_id))

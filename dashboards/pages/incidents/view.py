@@ -26,7 +26,7 @@ from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
-"""Suspects and pieces of evidence that are shown; the rest is counted."""
+"""Pieces of evidence that are shown; the rest is counted."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
@@ -59,9 +59,8 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         )
     diagnosis = incident.diagnosis
     took = durations(incident, material.now) if summary is None else summary.durations(material.now)
-    status = SET_ASIDE if material.set_aside else status_of(incident, material.mode, material.now)
-    who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
-    more = len(diagnosis.suspects) - NUM_SHOWN_MAX
+    ended = material.ended_at is not None
+    status = SET_ASIDE if material.set_aside else status_of(incident, material.mode, material.now, ended=ended)
     facts = [
         ("Fault class", in_words(diagnosis.fault_class)),
         ("Confidence", percent(diagnosis.confidence)),
@@ -82,10 +81,12 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         glyph=GLYPHS.get(status, "·"),
         status=in_words(status),
         state=plain(
-            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, summary, material.now),
+            f"Set aside: {material.set_aside}"
+            if material.set_aside
+            else state_words(incident, summary, material.now, ended=ended),
             SENTENCE_MAX,
         ),
-        who=(*who, *((f"and {more} more",) if more > 0 else ())),
+        who=tuple(_suspect(s) for s in diagnosis.suspects),
         facts=tuple(facts),
         injected=_injected(summary),
     )
@@ -110,9 +111,12 @@ def _injected(summary: IncidentSummary | None) -> str:
     return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, {named}", 400)
 
 
-def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
+def state_words(incident: Incident, summary: IncidentSummary | None, now: float, *, ended: bool = False) -> str:
+    """`ended`: the run has ended, at `now`."""
     took = durations(incident, now) if summary is None else summary.durations(now)
-    return f"No, {took.end_words}" if incident.outcome is None else _closed_words(incident, took)
+    if incident.outcome is not None:
+        return _closed_words(incident, took)
+    return f"No, {took.end_words}" + (" when the run ended" if ended else "")
 
 
 def _closed_words(incident: Incident, took: IncidentDurations) -> str:
@@ -273,7 +277,7 @@ def _decided(attempt: Attempt, incident: Incident, material: IncidentPageInputs)
         also_hit=tuple(plain(text, 300) for text in attempt.plan.also_hit[:NUM_SHOWN_MAX]),
         held=tuple(plain(text, 600) for text in held[:NUM_SHOWN_MAX]),
         commands=tuple(_operator_commands(during)),
-        outcome=plain(_outcome(attempt, incident, material.mode, material.now), 600),
+        outcome=plain(_outcome(attempt, incident, material), 600),
         facts=tuple(facts),
     )
 
@@ -309,21 +313,25 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
             yield plain(f"the plan expired: {event.payload.because}", 600)
 
 
-def _outcome(attempt: Attempt, incident: Incident, mode: str, now: float) -> str:
+def _outcome(attempt: Attempt, incident: Incident, material: IncidentPageInputs) -> str:
+    over = incident.closed_at is not None or material.ended_at is not None
     if attempt.failure is not None:
         return f"failed ({in_words(attempt.failure)}): {attempt.failed_because}"
     if attempt is not incident.attempt:
         return "replaced by a new plan after an update of the diagnosis"
     if attempt.done_at is not None:
-        return "done and verified" if incident.verified_at is not None else "done, not verified yet"
+        unverified = "done, not verified" if over else "done, not verified yet"
+        return "done and verified" if incident.verified_at is not None else unverified
     if attempt.started_at is not None:
-        return "in progress"
-    if attempt.decision is Decision.REJECTED or (attempt.decision is Decision.EXPIRED and incident.closed_at):
+        return "not finished" if over else "in progress"
+    if attempt.decision is Decision.REJECTED or (attempt.decision is Decision.EXPIRED and over):
         return f"{attempt.decision}: {attempt.decision_because}" if attempt.decision_because else str(attempt.decision)
-    if incident.closed_at is not None:
+    if over:
         return "not executed"
-    status = status_of(incident, mode, now)
-    return f"{status} at {utc(attempt.expires_at or now)}; nothing will happen" if status == EXPIRED else status
+    status = status_of(incident, material.mode, material.now)
+    return (
+        f"{status} at {utc(attempt.expires_at or material.now)}; nothing will happen" if status == EXPIRED else status
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,6 +138,15 @@ def operations(reader: Reader) -> OperationsReader:
     return _operations(reader.settings.journal_url)
 
 
+def _result_key(reader: Reader) -> str:
+    """Of this run: the session may go on to another one."""
+    return f"{_RESULT}.{reader.settings.name}"
+
+
+def _not_done(reader: Reader, why: str) -> None:
+    st.session_state[_result_key(reader)] = OperatorCommandResult(ok=False, text=f"Nothing was done: {why}.")
+
+
 def _times(ask: OperatorCommand) -> int:
     counts: dict[str, int] = st.session_state.setdefault(_ISSUED, {})
     return counts.get(ask.identity, 0)
@@ -150,17 +159,18 @@ def issue(reader: Reader, ask: OperatorCommand, displayed: int) -> None:
     st.session_state[_ISSUED] = {**st.session_state.get(_ISSUED, {}), ask.identity: displayed + 1}
     viewer = current_viewer(reader)
     if not viewer.may_act:
-        st.session_state[_RESULT] = OperatorCommandResult(ok=False, text=f"Nothing was done: {viewer.because}.")
+        _not_done(reader, viewer.because)
         return
     clicked(reader)
-    st.session_state[_RESULT] = perform(place_of(reader), ask, viewer.name)
+    st.session_state[_result_key(reader)] = perform(place_of(reader), ask, viewer.name)
     # The redrawn page must show what was just written.
     reader.fresh()
     operations(reader).invalidate()
 
 
-def show_result() -> None:
-    result = st.session_state.get(_RESULT)
+def show_result(reader: Reader) -> None:
+    key = _result_key(reader)
+    result = st.session_state.get(key)
     if not isinstance(result, OperatorCommandResult):
         return
     with st.container(border=True, key="rolecall-result"):
@@ -169,7 +179,7 @@ def show_result() -> None:
         else:
             st.error("Not done.", icon=":material/cancel:")
         st.text(plain(result.text))
-        st.button("Close", key="rolecall.result.close", on_click=st.session_state.pop, args=(_RESULT, None))
+        st.button("Close", key="rolecall.result.close", on_click=st.session_state.pop, args=(key, None))
 
 
 def button(reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand) -> None:
@@ -202,7 +212,8 @@ def form(
     """
     times = sum(_times(a) for a in asks.values())
     key = f"form:{name}:{times}"
-    with st.form(key, border=False):
+    # Enter would click the first button, whichever one the reason is for.
+    with st.form(key, border=False, enter_to_submit=False):
         needed = any(a.what not in NEEDS_NO_REASON for a in asks.values())
         st.text_input(
             "Reason" if needed else "Reason (optional)",
@@ -234,14 +245,12 @@ def _submitted(
     def submit() -> None:
         typed = str(st.session_state.get(f"{key}:confirm", "")).strip()
         if confirm and typed != confirm:
-            st.session_state[_RESULT] = OperatorCommandResult(
-                ok=False, text=f"Nothing was done: {typed!r} is not {confirm!r}."
-            )
+            _not_done(reader, f"{typed!r} is not {confirm!r}")
             return
         because = str(st.session_state.get(f"{key}:why", ""))
         if ask.what not in NEEDS_NO_REASON and not because.strip():
             # Not counted as issued, so the form keeps what was typed.
-            st.session_state[_RESULT] = OperatorCommandResult(ok=False, text="Nothing was done: a reason is required.")
+            _not_done(reader, "a reason is required")
             return
         chosen = seconds.get(str(st.session_state.get(f"{key}:for", "")), 0.0)
         issue(reader, replace(ask, because=because, seconds=chosen), displayed)

@@ -9,7 +9,6 @@ from rolecall.core.errors import JournalError
 from rolecall.core.text import in_words, plain, seconds, utc
 from rolecall.dashboards.data.nodes import natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.data.run_state import START_WATCH, unwatched_words
 from rolecall.dashboards.pages.links import href
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
@@ -31,7 +30,7 @@ from rolecall.dashboards.pages.operations.plans import (
 )
 from rolecall.dashboards.pages.shell import chosen_run, data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
-from rolecall.dashboards.pages.style import Cell, Link, banner, table
+from rolecall.dashboards.pages.style import Cell, Link, table
 from rolecall.recovery.incidents import Incident
 from rolecall.recovery.nodes import NodeRecord
 
@@ -50,25 +49,22 @@ def show() -> None:
 def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     viewer, state, now = follow(reader), operations(reader).latest(reader), reader.now()
     incidents = tuple(snapshot.projection.incidents.values())
-    show_result()
+    show_result(reader)
     _status(reader, viewer, state, snapshot)
-    _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)
     if not snapshot.run.ended:
+        _plans(reader, viewer, plans.plan_rows(incidents, snapshot.mode_of, now), now)
         _pause(reader, viewer, state)
         if snapshot.observed and not state.fleet.replicas:
             _watched_job(reader, viewer, state, snapshot)
         else:
             _nodes(reader, viewer, state, incidents, now)
             _replica(reader, viewer, state)
-    _actions(performed(incidents))
+    _actions(performed(incidents, ended=snapshot.run.ended != ""))
     _history(history(state.events, incidents))
 
 
 def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnapshot) -> None:
     ended = snapshot.run.ended
-    if unwatched := unwatched_words(snapshot):
-        because = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        st.html(banner("bad", "No watch is running.", because, advice=START_WATCH))
     if ended:
         st.info("The run has ended: there is nothing left to command.", icon=":material/flag:")
     else:
@@ -114,7 +110,7 @@ def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> Non
             st.text(plain(f"also disturbs: {'; '.join(plan.also_hit)}"))
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))
-        if attempt.held_by:
+        if attempt.held_by and row.status is not plans.PlanStatus.AWAITS_APPROVAL:  # which all guards have passed
             guards = in_words(", ".join(sorted(attempt.held_by)))
             st.text(plain(f"blocked ({guards}): {'; '.join(attempt.held_because)}"))
         if attempt.decision:

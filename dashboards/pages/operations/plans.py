@@ -359,15 +359,16 @@ class ActionLogEntry:
     result: str
 
 
-def performed(incidents: Iterable[Incident]) -> tuple[ActionLogEntry, ...]:
-    """Every action that was started, newest first."""
+def performed(incidents: Iterable[Incident], *, ended: bool) -> tuple[ActionLogEntry, ...]:
+    """Every action that was started, newest first. `ended`: the run has ended."""
     entries = []
     for incident in incidents:
+        unfinished = "not finished" if ended or incident.closed_at is not None else "in progress"
         for attempt in incident.attempts:
             if attempt.started_at is None or attempt.plan.action is ActionKind.TOLERATE:
                 continue
             is_verified = attempt is incident.attempt and incident.verified_at is not None
-            done = "verified" if is_verified else "done, not verified" if attempt.done_at is not None else "in progress"
+            done = "verified" if is_verified else "done, not verified" if attempt.done_at is not None else unfinished
             approved = f"rolecall, approved by {attempt.decided_by}" if attempt.decided_by else "rolecall"
             entries.append(
                 ActionLogEntry(

@@ -146,18 +146,19 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
     open_ = view.open_incidents(snapshot)
     for n, incident in enumerate(open_[:OPEN_MAX]):
         with st.container(border=True, key=f"card-{incident.kind}-{n}", gap="small"):
-            st.html(_card(incident, snapshot.at))
+            st.html(_card(incident, snapshot.until))
             with st.container(horizontal=True):
                 link = {"incident": incident.incident_id, **chosen_run()}
                 st.page_link(
                     "incidents.py", label="Open the incident", icon=":material/timeline:", query_params=link,
                     width="content",
                 )  # fmt: skip
-                label = "Approve or reject" if incident.stage == "awaits approval" else "Act on it"
-                st.page_link(
-                    "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
-                    width="content",
-                )  # fmt: skip
+                if not snapshot.run.ended:
+                    label = "Approve or reject" if incident.asks else "Act on it"
+                    st.page_link(
+                        "operations.py", label=label, icon=":material/terminal:", query_params=chosen_run(),
+                        width="content",
+                    )  # fmt: skip
     if len(open_) > OPEN_MAX:
         label = f"{len(open_) - OPEN_MAX} more incidents are open"
         st.page_link("incidents.py", label=label, query_params={"status": "open", **chosen_run()})
@@ -213,6 +214,9 @@ def _draw_ranks(snapshot: JournalSnapshot) -> None:
     if not snapshot.observed:
         return
     st.subheader("Ranks")
+    if not snapshot.watched:
+        seen = age(max(0.0, snapshot.at - snapshot.sampled_at))
+        st.caption(f"As the watch last saw them, {seen} ago: what they do now is not known.")
     head, rows = watched_job.rank_table(snapshot)
     st.html(table(head, rows[:RANKS_MAX]))
     more = f" And {len(rows) - RANKS_MAX:,} more: `rolecall status --json`." if len(rows) > RANKS_MAX else ""
@@ -249,10 +253,9 @@ def _draw_capabilities(snapshot: JournalSnapshot) -> None:
     rows += watched_job.missing(found)
     st.html(table(["", "ranks", "what", "why", "what to do"], rows, narrow=2, stack=True))
     absent = watched_job.absent(found)
-    st.caption(
-        (f"Not there: {plain(absent, 300)}. " if absent else "")
-        + "As the watch found out while the job ran; `rolecall doctor --job all` also tries stacks and dry runs."
-    )
+    if absent:
+        st.text(f"Not there: {plain(absent, 300)}")
+    st.caption("As the watch found out while the job ran; `rolecall doctor --job all` also tries stacks and dry runs.")
 
 
 def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:

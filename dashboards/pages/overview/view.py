@@ -27,7 +27,7 @@ from rolecall.dashboards.data.incident_titles import (
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot
-from rolecall.dashboards.data.run_state import KIND_OF, START_WATCH, step_of, unwatched_words
+from rolecall.dashboards.data.run_state import KIND_OF, step_of
 from rolecall.dashboards.pages.charts import FaultBand, thinned
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_row
 from rolecall.dashboards.pages.overview.watched_job import course_buckets, figures_of
@@ -94,7 +94,7 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     ranks = _ranks(snapshot, named)
     counted = {r.replica for r in snapshot.run.replicas}
     others = [r for r in snapshot.observed if r.replica not in counted]
-    rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.at))
+    rows = (*snapshot.run.replicas, *_observed_rows(others, snapshot.sampled_at))
     for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
         by_role.setdefault(role_of(row.replica), []).append(replace(row, state=state))
@@ -143,7 +143,7 @@ def _ranks(
 ) -> dict[str, tuple[tuple[str, str], ...]]:
     found: dict[str, tuple[tuple[str, str], ...]] = {}
     for r in snapshot.observed:
-        state = "healthy" if r.alive_at(snapshot.at) else "lost"
+        state = "healthy" if r.alive_at(snapshot.sampled_at) else "lost"
         state = "suspect" if (r.replica, r.rank) in named else state
         found[r.replica] = (*found.get(r.replica, ()), (f"rank {r.rank} on {r.node}, pid {r.pid}", state))
     return found
@@ -191,7 +191,8 @@ def state_of(
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     mode = snapshot.mode_of(incident)
-    stage = status_of(incident, mode, snapshot.at)
+    ended = snapshot.run.ended != ""
+    stage = status_of(incident, mode, snapshot.at, ended=ended)
     diagnosis = incident.diagnosis
     paged = ""
     if incident.page_reason:
@@ -199,7 +200,6 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         rest = incident.page_reason.removeprefix(diagnosis.because).removeprefix("; ")
         told = not rest or stage == ONLY_OBSERVED
         paged = paged_text(incident.page_channel) + ("" if told else f": {rest}")
-    ended = snapshot.run.ended != ""
     unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. Last: "
     return OpenIncident(
         incident_id=incident.incident_id,
@@ -209,7 +209,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
-        doing=unwatched + doing(incident, mode, snapshot.at),
+        doing=unwatched + doing(incident, mode, snapshot.until, ended=ended),
         cost=_cost(incident, snapshot),
         asks=_asks(incident, snapshot),
         paged=paged,
@@ -230,7 +230,7 @@ def curve_of(snapshot: JournalSnapshot) -> tuple[Bucket, ...]:
 def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
     """The replica-seconds so far, as on the incident's page."""
     lost = [
-        replace(loss, until=min(loss.until, snapshot.at), stalled_until=min(loss.stalled_until, snapshot.at))
+        replace(loss, until=min(loss.until, snapshot.until), stalled_until=min(loss.stalled_until, snapshot.until))
         for loss in snapshot.trends.still_open
         if loss.incident_id == incident.incident_id
     ]
@@ -238,13 +238,14 @@ def _cost(incident: Incident, snapshot: JournalSnapshot) -> str:
         return NOT_YET_KNOWN
     trainers = (r.replica for r in snapshot.run.replicas if r.replica.startswith("trainer/"))
     waited = sum(spent for _, spent in waiting_trainers(lost, trainers))
-    return f"{sum(loss.until - loss.since for loss in lost) + waited:,.1f} replica-seconds so far"
+    so_far = "" if snapshot.run.ended else " so far"
+    return f"{sum(loss.until - loss.since for loss in lost) + waited:,.1f} replica-seconds{so_far}"
 
 
 def _asks(incident: Incident, snapshot: JournalSnapshot) -> str:
     """What the operator is to decide; empty: nothing."""
     mode = snapshot.mode_of(incident)
-    row = plan_row(incident, mode, snapshot.at)
+    row = None if snapshot.run.ended else plan_row(incident, mode, snapshot.at)
     if row is None or row.status is not PlanStatus.AWAITS_APPROVAL or mode == MODE_OBSERVE:
         return ""
     left = row.seconds_left(snapshot.at)
@@ -313,9 +314,6 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
         found.append(
             ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume RUN` resumes recovery.")
         )
-    if unwatched := unwatched_words(snapshot):
-        said = f"{unwatched.capitalize()}: faults are neither detected nor recovered."
-        found.append(("bad", "No watch is running.", said, START_WATCH))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
         head = f"Set aside: {counted(len(snapshot.projection.broken), 'incident or event', 'incidents or events')}."
@@ -404,7 +402,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
         span = curve[-1].at - (account.start if account else run.started_at)
-        rate = sum(b.tokens for b in curve) / span if span > 0 else None
+        rate = sum(b.tokens for b in curve) / span if span > 0 and snapshot.history.whole else None
     rated = "over the whole run" if run.ended else f"in the last {seconds(round(run.rate_seconds))}"
     step, of = (f"{run.step + 1:,}" if run.step >= 0 else ""), f"of {run.num_steps:,}" if run.num_steps else "committed"
     rows = [

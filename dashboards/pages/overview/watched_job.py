@@ -109,14 +109,14 @@ def phase_word(phase: str, beside: Collection[str]) -> str:
 def rank_table(snapshot: JournalSnapshot) -> tuple[list[str], list[list[Cell]]]:
     """Heading and rows, the worst rank first; a column in which no rank has a value is left out."""
     now, ranks = snapshot.at, snapshot.observed
-    states = rank_states(ranks, named_suspects(snapshot), now)
+    states = rank_states(ranks, named_suspects(snapshot), snapshot.sampled_at)
     ordered = sorted(ranks, key=lambda r: (KINDS.index(states[r].kind), replica_order(r.replica), r.rank, r.node))
     longest = {role_of(r.replica): 0.0 for r in ranks}
     for r in ranks:
         longest[role_of(r.replica)] = max(longest[role_of(r.replica)], r.own_seconds or 0.0)
 
     def row(r: ObservedRank) -> list[Cell]:
-        alive, phases = r.alive_at(now), [name for name, _ in r.phases]
+        alive, phases = r.alive_at(snapshot.sampled_at), [name for name, _ in r.phases]
         own: Cell = ""
         if r.own_seconds is not None:
             own = Bar(r.own_seconds / (longest[role_of(r.replica)] or 1.0), brief(r.own_seconds), states[r].kind)
@@ -156,7 +156,7 @@ def role_phases(snapshot: JournalSnapshot) -> tuple[RolePhases, ...]:
     """By role, of its ranks that live and report phases: the mean of their shares."""
     by_role: dict[str, list[ObservedRank]] = {}
     for rank in snapshot.observed:
-        if rank.phases and rank.alive_at(snapshot.at):
+        if rank.phases and rank.alive_at(snapshot.sampled_at):
             by_role.setdefault(role_of(rank.replica), []).append(rank)
     found = []
     for role, ranks in sorted(by_role.items()):
@@ -207,16 +207,17 @@ def figures_of(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     ranks = snapshot.observed
     if not ranks:
         return []
-    alive = sum(r.alive_at(snapshot.at) for r in ranks)
+    alive = sum(r.alive_at(snapshot.sampled_at) for r in ranks)
+    alive_words = "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"
     steps = [r.step for r in ranks if r.step >= 0]
     progress = [r.progress_at for r in ranks if r.progress_at is not None]
     nodes = {r.node for r in ranks}
-    took = [r.step_seconds for r in ranks if r.step_seconds is not None and r.alive_at(snapshot.at)]
+    took = [r.step_seconds for r in ranks if r.step_seconds is not None and r.alive_at(snapshot.sampled_at)]
     lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"
     step = snapshot.course[-1].step if snapshot.course else max(steps, default=-1)
     newest = snapshot.course[-1].values if snapshot.course else {}
     rows = [
-        ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
+        ("ranks", f"{len(ranks):,}", alive_words + ("" if snapshot.watched else " when last seen")),
         ("nodes", f"{len(nodes):,}", plain(next(iter(nodes)), 80) if len(nodes) == 1 else ""),
         ("step of the job", f"{step:,}" if step >= 0 else "", lagging),
         ("time per step", brief(max(took)) if took else "", "of the slowest rank, in the last minute"),

@@ -81,7 +81,7 @@ RUN_METRICS = rows(
     (),
     {
         "run_info{run,name}": "1; joins the run's id and the job's name",
-        "run_start_timestamp_seconds": "When the run started, seconds since 1970",
+        "run_start_timestamp_seconds": "When the run started, or `rolecall up` continued it, seconds since 1970",
         "run_ended": "1 once the run is over",
         "run_step": "Newest optimizer step that is committed, -1 before the first",
         "run_steps_wanted": "Steps of the job file",

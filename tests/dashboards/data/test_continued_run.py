@@ -48,6 +48,16 @@ def _said(run: RunDir) -> list[object]:
     ]
 
 
+def test_the_metric_of_the_start_is_that_of_the_newest_start(fake_run: RunDir) -> None:
+    """The alert on a stalled run counts from it."""
+    with closing(Journal(fake_run.database_url)) as journal:
+        again = journal.append(ComponentRestarted(what="supervisor", node="", because="the run is started again"))
+        account = run_account(parse_job(fake_run.read()["config"]))
+        for event in journal.events():
+            account.take(event)
+    assert account.started_at == again.wall_at
+
+
 def test_a_run_that_is_continued_has_not_ended(fake_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "OPEN_MAX", 2)
     again = ComponentRestarted(what="supervisor", node="", because="the run is started again")

@@ -41,6 +41,12 @@ BEGUN = {
     **RUNS,
 }
 """A run without a step."""
+CONTINUED = {
+    **STEPS,
+    "rolecall_run_step_timestamp_seconds{@W}": "60x400",
+    "rolecall_run_start_timestamp_seconds{@W}": "0x23 360x400",
+}
+"""A run whose last step is older than its last start."""
 COUNTS = "0x4 1x400"
 HANGS = '@W,node="n1",role="rollout",replica="rollout/1",fault="hang"'
 OBSERVES = {'rolecall_watch_mode{@W,mode="observe"}': "1x400"}
@@ -229,6 +235,15 @@ CASES = (
             "rolecall_run_steps_wanted{@W}": "60x100",
         },
         "7m",
+    ),
+    Case("RolecallRunStalled", "continued after an outage", CONTINUED, "59m"),
+    Case("RolecallRunStalled", "continued without a step", CONTINUED, "68m", ("@W",)),
+    Case(
+        "RolecallRunStalled",
+        "continued, then stalled",
+        {**CONTINUED, "rolecall_run_step_timestamp_seconds{@W}": "60x31 495x100"},
+        "14m30s",
+        ("@W",),
     ),
     Case("RolecallRunStalled", "no first step", BEGUN, "65m", ("@W",)),
     Case("RolecallRunStalled", "still starting", BEGUN, "59m"),

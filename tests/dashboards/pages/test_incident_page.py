@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
@@ -310,6 +313,22 @@ def test_links_of_an_open_incident_show_its_beginning(tmp_path: Path) -> None:
     assert f"from={(onset - 300) * 1000:.0f}&to={(incident.opened_at + 300) * 1000:.0f}" in grafana
 
 
+def test_the_page_of_an_incident_that_its_run_left_open_stands_still(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open()
+    made.plan(plan)
+    made.act(plan)
+    made.say(K.RUN_ENDED, {"outcome": "interrupted", "because": "Ctrl-C"})
+    snapshot = first_snapshot(made.settings())
+    later = made.clock.wall() + 24 * 3600
+    whole = page_model(read(made.journal, snapshot.projection, "i-1", None, later, None, snapshot.mode_of))
+    rows = dict(brief(whole, None, ()).rows)
+    assert rows["action"].startswith("the run has ended. Last: in progress: replace rollout/1#1")
+    assert rows["is it over"].endswith("when the run ended") and "24 h" not in rows["is it over"]
+    assert whole.cost is not None and whole.cost.is_final and whole.cost.replica_seconds < 60
+    assert whole.plan_sections[-1].outcome == "not finished" and whole.head.status == "ended"
+
+
 def test_earlier_incidents_are_those_of_the_same_node(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     for name, replica in (("i-1", "rollout/0"), ("i-2", "rollout/1"), ("i-3", "rollout/0"), ("i-4", "rollout/0")):
@@ -317,6 +336,25 @@ def test_earlier_incidents_are_those_of_the_same_node(tmp_path: Path) -> None:
     known = first_snapshot(made.settings()).projection.incidents
     assert [i.incident_id for i in similar_before(known["i-4"], known.values())] == ["i-3", "i-1"]
     assert similar_before(known["i-1"], known.values()) == () == similar_before(None, known.values())
+
+
+def test_what_is_not_shown_is_counted(shows: Shows, tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    for number in range(12):
+        made.open(name=f"i-{number}")
+    now = made.clock.wall()
+    found = Diagnosis(
+        suspects=tuple(Suspect(node=NodeId("node-4"), role="rollout", replica=f"rollout/{n}") for n in range(50)),
+        fault_class=FaultClass.HANG, onset=now, detected_at=now, confidence=0.9, because="they hang", evidence=(),
+        detectors=("progress",),
+    )  # fmt: skip
+    made.say(K.INCIDENT_OPENED, {"diagnosis": found.to_dict(), "window": "observations"}, "i-many")
+    at = shows(made.run.database_url, incident="i-many")
+    assert not at.exception
+    said = texts(at)
+    assert "and 46 more" in said and "12 on this node, the newest i-11" in said
+    assert len(next(d for d in at.dataframe if "when" in d.value).value) == 8
+    assert "and 4 earlier ones" in said
 
 
 def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from rolecall.core.errors import JournalError
 from rolecall.core.faults import FaultClass
+from rolecall.core.journal.events import EventKind as K
 from rolecall.dashboards.pages.incidents.table import (
     PAGE_ROWS,
     Filter,
@@ -22,6 +23,7 @@ from rolecall.dashboards.pages.status import GLYPHS, SET_ASIDE, doing, status_of
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation
 from tests.dashboards.incident_cases import HOSTILE, world_of
+from tests.recovery.world import World
 
 NOW = 2_000_000.0
 
@@ -118,6 +120,18 @@ def test_one_status_for_all_pages(kind: str, mode: str, status: str, words: str,
     assert found.status == status_of(incident, mode, now) == status and status in GLYPHS
     if words:
         assert doing(incident, mode, now).startswith(words)
+
+
+def test_a_plan_of_mode_observe_waits_for_approval_once_the_mode_is_approve(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    watch = world.watch(world.config.model_copy(update={"mode": "observe"}))
+    world.run(2.0, watch)
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
+    assert status_of(world.only(), "observe", world.clock.wall()) == "only observed"
+    approving = world.watch(world.config.model_copy(update={"mode": "approve"}))
+    world.until(lambda: world.events(K.PLAN_PROPOSED), approving)
+    assert status_of(world.only(), "approve", world.clock.wall()) == "awaits approval"
 
 
 def test_a_proposal_that_expired_is_not_being_done(tmp_path: Path) -> None:

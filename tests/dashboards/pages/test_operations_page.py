@@ -7,6 +7,7 @@ import pytest
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards import users as people
 from rolecall.recovery.nodes import fold_nodes
 from rolecall.recovery.operators import commands
@@ -44,6 +45,19 @@ def test_a_run_that_has_ended_offers_no_commands(made: World) -> None:
     shown = texts(page("operations", made))
     assert "nothing left to command" in shown and "No operator commands yet" in shown
     assert "Automatic recovery" not in shown and "Replicas" not in shown
+
+
+def test_a_run_that_has_ended_has_no_plan_to_decide_and_nothing_in_progress(made: World) -> None:
+    made.propose("i-1")
+    made.open("i-2", "rollout/0")
+    acting = made.plan("i-2", "rollout/0")
+    made.say(K.ACTION_STARTED, {"plan": acting.to_dict(), "digest": acting.digest}, "i-2")
+    made.say(K.RUN_ENDED, {"outcome": "interrupted", "because": "Ctrl-C"})
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    assert "awaits approval" not in texts(at)
+    assert not any(b.label in ("Approve", "Hold", "Reject") for b in at.button)
+    shown = "".join(h.proto.body for h in at.get("html"))
+    assert "not finished" in shown and "in progress" not in shown
 
 
 def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(made: World) -> None:
@@ -254,6 +268,30 @@ def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
     assert "on hold" in texts(at)
     button(at, "Lift the hold").click().run()
     assert _new(made, before) == [(K.HOLD_PLACED, "anna"), (K.HOLD_LIFTED, "anna")]
+
+
+def test_enter_in_a_reason_is_no_command(made: World) -> None:
+    """Streamlit clicks the first button of a form then, as Hold for a reason to reject."""
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    forms = [block.proto.form for block in at.get("form") if block.proto.form.form_id.startswith("form:")]
+    assert len(forms) >= 4 and not any(f.enter_to_submit for f in forms)
+
+
+def test_the_result_of_a_command_stays_with_its_run(made: World, tmp_path: Path) -> None:
+    made.propose("i-1")
+    other = create_run_dir(made.run.path.parent, "other")
+    other.write({"run_id": "other", "seed": 1, "config": {}})
+    other_world = World(run=other, users_path=made.users_path)
+    other_world.say(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": []})
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    button(at, "Approve").click().run()
+    assert "Done: recorded in the journal." in texts(at)
+    at.query_params["run"] = "other"
+    at.run()
+    assert "No pending plans" in texts(at) and "Done: recorded in the journal." not in texts(at)
+    at.query_params["run"] = made.run.run_id
+    assert "Done: recorded in the journal." in texts(at.run())
 
 
 def test_a_veto_ends_the_plan(made: World) -> None:

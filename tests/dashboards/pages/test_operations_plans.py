@@ -214,9 +214,12 @@ def test_every_command_that_is_shown_is_one_of_the_command_line(
 
 def test_actions_that_were_begun_with_who_approved_them_and_their_result() -> None:
     done = (K.ACTION_DONE, {"digest": PLAN.digest})
-    assert performed(_incidents(OPENED, MADE)) == ()
-    (begun,) = performed(_incidents(OPENED, MADE, STARTED))
+    assert performed(_incidents(OPENED, MADE), ended=False) == ()
+    (begun,) = performed(_incidents(OPENED, MADE, STARTED), ended=False)
     assert (begun.incident_id, begun.what, begun.by, begun.result) == ("i-1", PLAN.intent, "rolecall", "in progress")
     assert begun.because == "rollout/1 crashed"
-    (approved,) = performed(_incidents(OPENED, MADE, PROPOSED, APPROVED, STARTED, done))
+    (approved,) = performed(_incidents(OPENED, MADE, PROPOSED, APPROVED, STARTED, done), ended=False)
     assert (approved.by, approved.result) == ("rolecall, approved by anna", "done, not verified")
+    closed = (K.INCIDENT_CLOSED, {"outcome": "escalated", "because": "the job is stopped"})
+    assert [e.result for e in performed(_incidents(OPENED, MADE, STARTED, closed), ended=False)] == ["not finished"]
+    assert [e.result for e in performed(_incidents(OPENED, MADE, STARTED), ended=True)] == ["not finished"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from rolecall.core.clock import SystemClock
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
@@ -19,6 +19,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.data.progress import RunTrends
+from rolecall.dashboards.data.reader import ReadProgress
 from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.operations.plans import plan_rows
@@ -115,6 +116,27 @@ def test_a_plan_that_awaits_approval_asks_the_operator(tmp_path: Path) -> None:
     assert any("operations" in str(link.proto.page) for link in at.get("page_link"))
 
 
+def test_an_incident_of_an_ended_run_asks_for_nothing_and_costs_no_more(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path, mode="approve")
+    plan = made.open()
+    made.plan(plan)
+    made.propose(plan, seconds=30 * 24 * 3600.0)
+    acting = made.open(replica="rollout/0", name="i-2")
+    made.plan(acting)
+    made.act(acting)
+    made.say(K.RUN_ENDED, {"outcome": "interrupted", "because": "Ctrl-C"})
+    look = first_snapshot(made.settings())
+    first, second = view.open_incidents(replace(look, at=look.at + 24 * 3600))
+    for incident, last in ((first, "in progress: replace rollout/0#1"), (second, "waiting for approval to replace")):
+        assert incident.asks == "" and incident.stage == "ended"
+        assert incident.doing.startswith(f"the run has ended. Last: {last}")
+        cost = incident.cost.removesuffix(" replica-seconds")
+        assert 2.9 < float(cost) < 60, "the cost of three seconds before the end, not of a day"
+    at = drawn(made.settings())
+    assert "Approve or reject" not in text(at) and "so far" not in text(at)
+    assert not {"Approve or reject", "Act on it"} & {str(link.proto.label) for link in at.get("page_link")}
+
+
 def test_paused_observe_mode_and_no_watch(tmp_path: Path) -> None:
     made = MadeRun(tmp_path / "a", mode="observe")
     made.journal.set_flag("paused", "by anna: night shift")
@@ -190,6 +212,20 @@ def test_a_run_that_never_comes_to_its_first_step_is_not_starting_for_good(tmp_p
     assert not run_state(job_of_others).word.startswith("Stalled")
 
 
+def test_a_run_that_is_continued_after_an_outage_starts_again_and_is_not_stalled(tmp_path: Path) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock)
+    clock.advance(8 * 3600)
+    made.say(K.COMPONENT_RESTARTED, {"what": "supervisor", "because": "the run is started again"})
+    look = replace(first_snapshot(made.settings()), at=made.clock.wall() + 3000)
+    assert run_state(look).word == "Starting again"
+    assert run_state(replace(look, at=look.at + 1000)).word == "Stalled: no step for 1 h"
+    made.say(K.STEP_COMMITTED, {"step": 30, "epoch": 2, "groups": [], "seconds": 0.5, "tokens": 768})
+    goes_on = replace(shell.reader().fresh(), at=made.clock.wall() + 60)
+    assert run_state(goes_on).word == "Training"
+    assert run_state(replace(goes_on, at=made.clock.wall() + 300)).word.startswith("Stalled: no step for 5 min")
+
+
 def test_an_unknown_cost_is_never_0(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.open(replica="trainer/1")
@@ -215,6 +251,13 @@ def test_letters_of_bands_that_would_overlap_are_one_label() -> None:
     assert charts.columns(points, bands)["key"][2:] == ["A", "B–C", ""]
     assert "the last 3 of 300" in band_legend([(b.key, b.title) for b in bands], 300)
     assert "the last" not in band_legend([(b.key, b.title) for b in bands], 3)
+
+
+def test_the_rate_of_an_ended_run_needs_its_whole_history(fake_run: RunDir) -> None:
+    look = first_snapshot(Settings(journal_url=fake_run.database_url, run=fake_run))
+    assert "tokens per second" in dict(row[:2] for row in view.headline_figures(look))
+    newest = replace(look, history=ReadProgress(read=10, of=9000, whole=False))
+    assert "tokens per second" not in dict(row[:2] for row in view.headline_figures(newest)), "of its newest steps only"
 
 
 def test_a_finished_run_names_its_steps_once(fake_run: RunDir) -> None:

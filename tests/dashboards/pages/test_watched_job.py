@@ -9,12 +9,16 @@ import pytest
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.journal.journal import Journal
+from rolecall.dashboards.data.nodes import observed_fleet
+from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.watched_job import (
     LATE_SECONDS,
     SLOW_RATIO,
     course_buckets,
+    figures_of,
     missing,
     rank_states,
+    rank_table,
     works,
 )
 from rolecall.views import observed_capabilities, observed_course, observed_ranks
@@ -22,6 +26,7 @@ from rolecall.views.observed_capabilities import ObservedCapability
 from rolecall.views.observed_course import CoursePoint
 from rolecall.views.observed_ranks import SILENT_SECONDS, ObservedRank
 from rolecall.watch.agents import observing_run
+from tests.dashboards.acting_world import page, world
 from tests.dashboards.made_runs import first_snapshot
 from tests.dashboards.pages.test_overview import drawn, observed_job, text
 
@@ -105,7 +110,7 @@ CAPABILITIES = (
     ObservedCapability("seen", "stacks", "partly", "on some nodes", "", "trainer/0 0", 1),
     ObservedCapability("seen", "steps", "no", "<b>reports nothing</b>", "`rolecall exec`", "trainer/0 1", 1),
     ObservedCapability("seen", "steps", "yes", "from hooks", "", "trainer/0 0", 1),
-    ObservedCapability("seen", "GPU", "none", "its agent sees no GPU", "", "trainer/0 0-3", 4),
+    ObservedCapability("seen", "GPU", "none", "its agent sees no GPU ![](http://a/b.png)", "", "trainer/0 0-3", 4),
     ObservedCapability("named", "exit", "yes", "by its signal", "", "trainer/0 0-3", 4),
 )
 
@@ -148,7 +153,8 @@ def test_the_page_of_a_job_whose_integration_tells_all(tmp_path: Path) -> None:
     headings = [str(h.value) for h in at.subheader]
     assert {"Ranks", "Where the time goes", "Progress", "Policy health"} <= set(headings)
     assert "not seen" in page and "&lt;b&gt;reports nothing&lt;/b&gt;" in page, "and names are text"
-    assert "Not there: GPU: its agent sees no GPU." in page
+    assert "Not there: GPU: its agent sees no GPU" in page
+    assert not any("http" in str(e.value) for e in (*at.caption, *at.markdown)), "text of an agent is no Markdown"
 
 
 def test_a_job_without_the_reporter_has_no_empty_columns(tmp_path: Path) -> None:
@@ -161,6 +167,33 @@ def test_a_job_without_the_reporter_has_no_empty_columns(tmp_path: Path) -> None
     assert "rule torchrun" in page and "<th scope=col>pid</th>" in page
     assert "step time" not in page.partition("<table")[2].partition("</table>")[0] and "own time</th>" not in page
     assert "Where the time goes" not in page and "Progress" not in page
+
+
+def test_without_a_watch_the_ranks_are_as_it_last_saw_them(tmp_path: Path) -> None:
+    settings, journal = trl_job(tmp_path)
+    look = first_snapshot(settings)  # type: ignore[arg-type]
+    assert look.lease is not None
+    late = replace(look, at=look.at + 600, lease=replace(look.lease, expires_at=look.at + 10))
+    states = {str(row[0]) for row in rank_table(late)[1]}
+    assert states and not any("not seen" in state for state in states)
+    assert ("ranks", "4", "all alive when last seen") in figures_of(late)
+    assert not {state for role in view.roles(late) for state, _ in role.counts} & {"lost"}
+    assert {str(v.state) for v in observed_fleet(late.observed, late.sampled_at).replicas} == {"serving"}
+    with journal.store.write() as conn:
+        conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 7200")
+    journal.close()
+    assert "what they do now is not known" in text(drawn(settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["overview", "incidents", "fleet", "accounting", "operations"])
+def test_every_page_says_once_that_no_watch_is_running(name: str, tmp_path: Path) -> None:
+    made = world(tmp_path)
+    made.open("i-1", "rollout/0")
+    with made.journal.store.write() as conn:
+        conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 7200")
+    at = page(name, made)
+    assert not at.exception
+    assert "".join(h.proto.body for h in at.main if h.type == "html").count("No watch is running.") == 1
 
 
 def test_a_job_whose_ranks_are_all_gone_says_so(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Attempt:
     outcome: str  # what closes the incident when the plan is to do nothing
     made_at: float
     made_seq: int = 0
-    held_by: frozenset[str] = frozenset()  # guards that have blocked it
+    held_by: frozenset[str] = frozenset()  # guards that block it; none once it was proposed or has begun
     held_because: tuple[str, ...] = ()  # their reasons, oldest first
     expires_at: float | None = None  # of its proposal; at least its approval time after the end of a hold
     approval_timeout_seconds: float = 0.0  # of its proposal
@@ -540,7 +540,8 @@ def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
             approval_timeout_seconds = expires_at - event.wall_at
             if attempt.hold is not None:
                 expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
-            return replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds)
+            passed = replace(attempt, held_by=frozenset())
+            return replace(passed, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds)
         case PlanApproved() | PlanRejected() | PlanExpired() as decided:
             by, reason = str(getattr(decided, "by", "")), decided.reason
             return replace(attempt, decision=_DECISIONS[event.kind], decided_by=by, decision_because=reason)
@@ -550,7 +551,7 @@ def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
         case HoldLifted() if attempt.hold is not None:
             return _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True))
         case ActionStarted():
-            return replace(attempt, started_at=event.wall_at, started_seq=event.seq)
+            return replace(attempt, started_at=event.wall_at, started_seq=event.seq, held_by=frozenset())
         case ActionDone():
             return replace(attempt, done_at=event.wall_at)
         case ActionFailed(failure=failure, because=because):

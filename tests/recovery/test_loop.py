@@ -338,7 +338,7 @@ def test_a_second_fault_waits_for_the_first_repair_only_at_the_limit(tmp_path: P
     assert (first.outcome, second.outcome) == (IncidentOutcome.RESOLVED, IncidentOutcome.RESOLVED)
     assert first.verified_at is not None and second.attempts[0].started_at is not None
     waited = second.attempts[0].started_at >= first.verified_at
-    assert waited == ("at_once" in second.attempts[0].held_by) == (at_once == 1)
+    assert waited == bool(second.attempts[0].held_because) == (at_once == 1) and not second.attempts[0].held_by
     assert world.runtime.replaced == [("rollout/1", 1), ("trainer/0", 1)]
 
 

@@ -18,6 +18,7 @@ from rolecall.cli.options import (
     RootOption,
     RunArgument,
     RunOption,
+    check_output,
     chosen_run,
     examples,
     out,
@@ -235,6 +236,8 @@ def export(
     """Bundle journal, windows, events and logs of an incident, without secrets, prompts or user names."""
     from rolecall.reports.incident_export import export as bundle_of
 
+    if output is not None:
+        check_output("-o", output)
     bundle = bundle_of(chosen_run(runs, run), incident_id, anonymous=anonymous)
     content = bundle.archive()
     path = output or Path(f"{bundle.name}.tar.gz")

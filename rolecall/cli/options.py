@@ -4,6 +4,7 @@ import getpass
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,17 @@ def checked_journal(text: str) -> str:
         return checked_url(url)
     except ValueError as e:
         raise ConfigError([f"--journal: {redacted(url)[:200]!r} {e}"]) from None
+
+
+def check_output(option: str, path: Path) -> None:
+    """Refuses to write where anything but a file is: a new file is renamed over what has its name, which would take the
+    place of a device, a FIFO or a link.
+
+    Raises:
+        ConfigError: the path exists and is not a regular file.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError([f"{option}: {plain(path)} exists, is not a regular file, and is not replaced"])
 
 
 def out(text: str) -> None:

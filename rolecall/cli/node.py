@@ -383,11 +383,16 @@ def burn_in(
     where = folder or Path(tempfile.gettempdir())
     if not where.is_dir():
         raise ConfigError([f"--folder: {where} is not a folder"])
+    if place is not None:
+        commands.check_burn_in(place, name, whoami())
     found = work(CHECKS, seconds, where, progress=None if as_json else progress)
     result = {"node": name or os.uname().nodename, **found.to_dict()}
-    recorded = commands.record_burn_in(place, name, found.to_dict(), whoami()) if place is not None else ""
     words = {True: "passed", False: "FAILED", None: "not checked"}
     lines = [plain(f"{check.name:<10} {words[check.passed]}: {check.because}") for check in found.checks]
     lines.append(plain(f"{result['node']}: {words[found.passed]} in {found.seconds:.0f} s"))
-    show(as_json, result, [*lines, recorded] if recorded else lines)
+    show(as_json, result, lines)
+    if place is not None:  # shown first: the journal may be lost meanwhile
+        recorded = commands.record_burn_in(place, name, found.to_dict(), whoami())
+        if not as_json:
+            out(recorded)
     return 0 if found.passed else 1

@@ -74,8 +74,8 @@ def event_of(row: Row, file: str) -> Event:
 
 
 def whole_characters(text: str) -> str:
-    """`text` with U+FFFD for each unpaired surrogate, which cannot be encoded. They stand for bytes in an argument, name
-    or log line that are not UTF-8."""
+    """`text` with U+FFFD for each unpaired surrogate, which cannot be encoded: a byte of an argument, name or log line
+    that is not UTF-8."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -6,7 +6,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -160,8 +161,43 @@ def check_output(option: str, path: Path) -> None:
         raise ConfigError([f"{option}: {plain(path)} exists, is not a regular file, and is not replaced"])
 
 
+def fill_closed_streams() -> None:
+    """Opens the standard streams that this process was started without (`>&-`): Python has None in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+
+
+def output_is_closed() -> bool:
+    """Whether this process was started without standard output."""
+    return getattr(sys.stdout, "name", "") == os.devnull
+
+
+@contextmanager
+def _standard_output() -> Iterator[None]:
+    """Raises OSError that names standard output, which takes no more text then."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = "standard output"
+        with suppress(OSError):  # the interpreter's last flush must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def out(text: str) -> None:
-    typer.echo(text)
+    with _standard_output():
+        typer.echo(text)
+
+
+def confirm(text: str) -> None:
+    """Tells what the command has done: on standard error if standard output cannot be written, since a command that
+    seems to have failed is given again."""
+    try:
+        out(text)
+    except OSError:
+        progress(f"rolecall: done: {text}")
+        raise
 
 
 def progress(text: str) -> None:
@@ -170,7 +206,7 @@ def progress(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
+    out(json.dumps(value, indent=2, default=str))
 
 
 def present(as_json: bool, value: Any, text: "RenderableType") -> None:
@@ -180,8 +216,9 @@ def present(as_json: bool, value: Any, text: "RenderableType") -> None:
     else:
         from rolecall.terminal.console import console
 
-        console().print(text)
-        sys.stdout.flush()
+        with _standard_output():
+            console().print(text)
+            sys.stdout.flush()
 
 
 def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:

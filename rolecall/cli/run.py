@@ -148,7 +148,7 @@ def up(
     where = named_run(runs, run, option)
     if where.is_watched:
         raise CommandRefused(f"{where.run_id} is only watched: rolecall did not start it")
-    job = parse_job(where.read()["config"], str(where.path))
+    job = parse_job(where.config(), str(where.path))
     return _execute(job, where.path.parent, where.run_id, (), False, minutes_max, 0.0, again=True)
 
 

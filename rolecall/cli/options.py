@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import math
 import os
 import re
 import stat
@@ -49,6 +50,8 @@ HELP_CHARS_MAX = 1000
 SecondsOption = Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")]
 
 
+INFINITE = ("speed",)
+"""Options that may be `inf`."""
 _TYPE = re.compile(r"<(?:list\[)?(\w+)\]?(?: range)?>(?:\.\.\.)?")
 _TYPE_NAMES = {"str": "TEXT", "path": "PATH", "int": "N", "float": "NUMBER"}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -63,7 +66,15 @@ def shown_name(name: str) -> str:
 
 class HelpCommand(TyperCommand):
     """A command whose usage is `diagnose [OPTIONS] PATH...`, without typer's braces, and whose help names no types of
-    Python."""
+    Python. Its numbers are finite: ranges of older typers let NaN pass, and nothing ends after `nan` or `inf` seconds."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, float) and not (math.isfinite(value) or (value > 0 and param.name in INFINITE)):
+                raise typer.BadParameter(f"{value} is not a finite number.", ctx=ctx, param=param)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{").replace("}", "") for piece in super().collect_usage_pieces(ctx)]

@@ -66,7 +66,7 @@ def shown_name(name: str) -> str:
 
 class HelpCommand(TyperCommand):
     """A command whose usage is `diagnose [OPTIONS] PATH...`, without typer's braces, and whose help names no types of
-    Python. Its numbers are finite: ranges of older typers let NaN pass, and nothing ends after `nan` or `inf` seconds."""
+    Python. Its numbers are finite: ranges of older typers let NaN pass, and no wait ends after `nan` or `inf`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)

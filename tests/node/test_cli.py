@@ -63,6 +63,13 @@ def test_review(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(world, "review", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
     review = world.only().review
     assert review is not None and review.right is False and review.because == "a drill"
+    assert run_command(world, "review", "inc-1-rollout-1", "--right") == 0
+    capsys.readouterr()
+    assert run_command(world, "incidents", "inc-1-rollout-1") == 1
+    assert [line.split("UTC  ")[1] for line in capsys.readouterr().out.splitlines() if "UTC  diagnosis" in line] == [
+        "diagnosis reviewed: wrong: a drill",
+        "diagnosis reviewed: right",
+    ]
 
 
 def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,7 @@ class HelpCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
+        param: Any  # of click, or of typer's own copy of it
         for param in self.params:
             value = ctx.params.get(param.name)
             if isinstance(value, float) and not (math.isfinite(value) or (value > 0 and param.name in INFINITE)):

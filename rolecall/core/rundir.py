@@ -61,9 +61,11 @@ class RunDir:
             JournalError: the file that names it is damaged.
         """
         try:
-            url = self.database_path.read_bytes().decode(errors="replace").strip()
+            url = self.database_path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return f"sqlite:///{self.path / 'journal.db'}"
+        except UnicodeDecodeError:
+            url = ""
         driver, found, _ = url.partition("://")
         if driver not in DRIVERS or not found:
             raise JournalError(f"{self.database_path}: damaged: not the URL of a journal")

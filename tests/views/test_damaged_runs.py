@@ -215,7 +215,7 @@ def test_a_run_file_without_its_parts_is_named(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"\xe9", b"garbage", b"postgresql+psycopg"])
+@pytest.mark.parametrize("content", [b"", b"sqlite:////caf\xe9/journal.db", b"garbage", b"postgresql+psycopg"])
 def test_a_damaged_address_of_the_journal_is_named(
     fake_run: RunDir, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,7 +16,8 @@ import secrets
 import stat
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,17 +77,26 @@ def read_users(path: Path) -> dict[str, str]:
     return _parsed(_private_bytes(path), path)
 
 
-def add(path: Path, name: str) -> str:
-    """Adds `name` to the file, creating it if needed, and returns the token, which is stored nowhere.
+@contextmanager
+def adding(path: Path, name: str) -> Iterator[str]:
+    """Yields a token, which is stored nowhere, and after the block adds `name` to the file, creating it if needed. A
+    block that raises, since the token cannot be shown, adds nobody.
 
     Raises:
-        CommandRefused: the name is taken or invalid. UnreadableInput: the file cannot be read.
+        CommandRefused: the name is taken or invalid. UnreadableInput: the file cannot be read or written.
     """
     users = read_users(path) if path.exists() else {}
     if checked_name(name) in users:
         raise CommandRefused(f"{name} is already in {path}; `rolecall users remove` revokes the old token")
     token = secrets.token_urlsafe(TOKEN_BYTES)
+    yield token
     _write(path, {**users, name: fingerprint(token)})
+
+
+def add(path: Path, name: str) -> str:
+    """As `adding`, and returns the token."""
+    with adding(path, name) as token:
+        pass
     return token
 
 

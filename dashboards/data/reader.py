@@ -23,7 +23,7 @@ import sqlalchemy as sa
 from rolecall.core.clock import Clock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.database import redacted
+from rolecall.core.journal.database import redacted, sqlite_path
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads.recovery import LeaseAcquired, NodeQuarantined, NodeReturnedToService
@@ -640,7 +640,7 @@ def _file_of(url: str) -> tuple[int, int] | None:
     if not url.startswith("sqlite"):
         return None
     try:
-        found = os.stat(url.removeprefix("sqlite:///"))
+        found = os.stat(sqlite_path(url))
     except OSError:
         return None
     return found.st_dev, found.st_ino

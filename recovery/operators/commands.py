@@ -371,6 +371,14 @@ def drain_node(
     return "; ".join(parts) + (watch_hint(journal, shell_name) if requested else "")
 
 
+def check_burn_in(location: RunLocation, node: str, by: str) -> None:
+    """To be called before a burn-in, which may take hours: can its result be recorded? Raises as `record_burn_in`."""
+    checked_name(by)
+    _check_node_name(node)
+    with journal_of(location):
+        pass
+
+
 def record_burn_in(
     location: RunLocation, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None
 ) -> str:

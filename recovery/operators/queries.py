@@ -230,7 +230,7 @@ def event_text(event: Mapping[str, Any]) -> str:
     body = event["body"]
     because = body.get("because") or body.get("diagnosis", {}).get("because")
     relation = f"{because} ({body['relation']})" if body.get("relation") else because
-    parts = [in_words(body.get("outcome", "")), relation]
+    parts = [in_words(body.get("outcome") or body.get("verdict", "")), relation]
     if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
         plan = Plan.from_dict(dict(body["plan"]))
         parts = [plan.words, plan.because]

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import CommandRefused, ConfigError
-from rolecall.core.journal.database import checked_url, redacted
+from rolecall.core.journal.database import checked_url, redacted, sqlite_path
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.projection import IncidentProjection
 
@@ -57,10 +57,10 @@ class JournalLocation:
 
 def run_id_of(url: str) -> str:
     """The run's id from its journal's URL: the directory of the SQLite file, or the PostgreSQL schema."""
-    parsed = sa.make_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        path = Path(parsed.database or "")
+    if url.startswith("sqlite"):
+        path = Path(sqlite_path(url))
         return path.parent.name if path.name == "journal.db" and path.parent.name else path.stem
+    parsed = sa.make_url(url)
     options = str(parsed.query.get("options", ""))
     _, found, rest = options.partition(f'search_path="{SCHEMA_PREFIX}')
     return rest.partition('"')[0] if found else str(parsed.database)

@@ -47,8 +47,8 @@ def export_model(run: RunDir, folder: Path, dtype: str | None = None, step: int 
     """
     if folder.exists():
         raise ConfigError([f"--out: {folder} exists already"])
+    job = parse_job(run.config())
     found, passed_over = _checkpoint(run, step)
-    job = parse_job(run.read()["config"])
     dtype = dtype or job.model.dtype
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in _weights(run, job, found).items()}
     work = folder.with_name(f".{folder.name}.{os.getpid()}")

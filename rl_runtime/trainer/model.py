@@ -192,7 +192,7 @@ def load_model_folder(folder: Path) -> Any:
 def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     try:
-        job = parse_job(run.read()["config"])
+        job = parse_job(run.config())
         write_model_folder(run.path / "model", job.model, job.seed, None if job.data else job.task.name)
     except RolecallError as e:
         print(e, file=sys.stderr)

@@ -18,8 +18,10 @@ from rolecall.cli.options import (
     RunOption,
     checked_journal,
     chosen_run,
+    confirm,
     examples,
     out,
+    output_is_closed,
 )
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import is_loopback
@@ -207,9 +209,11 @@ def add(name: NameArgument, file: FileOption) -> None:
     """Add a user and print the access token. Only its hash is stored, so it is shown this once."""
     from rolecall.dashboards import users as users_file
 
-    token = users_file.add(file, name)
-    out(f"{plain(name)} can sign in to dashboards started with --users {plain(file)}. Access token, shown only once:")
-    out(token)
+    if output_is_closed():
+        raise ConfigError(["standard output is closed: the access token is shown there, and only once"])
+    with users_file.adding(file, name) as token:
+        out(f"Access token of {plain(name)} for dashboards started with --users {plain(file)}, shown only once:")
+        out(token)
 
 
 @users.command(epilog=examples("rolecall users remove anna --file users.yaml"))
@@ -218,7 +222,7 @@ def remove(name: NameArgument, file: FileOption) -> None:
     from rolecall.dashboards import users as users_file
 
     users_file.remove(file, name)
-    out(f"{plain(name)} removed")
+    confirm(f"{plain(name)} removed")
 
 
 @users.command("list", epilog=examples("rolecall users list --file users.yaml"))

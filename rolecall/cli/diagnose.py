@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import Commands, JsonOption, examples, out, present, progress
+from rolecall.cli.options import Commands, JsonOption, check_output, examples, out, present, progress
 from rolecall.core.errors import ConfigError, UnreadableInput
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def diagnose(
     from rolecall.diagnose import standard_input
     from rolecall.terminal import findings
 
-    if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
+    if explain is not None:
+        if explain.suffix.lower() not in (".html", ".htm"):
+            raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
+        check_output("--explain", explain)
     detectors = panel_detectors(detector, false_alarms, model, profile)
 
     def judged(paths: list[Path]) -> diagnosing.DiagnosisReport:

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from rolecall.cli import dashboard, diagnose, grafana, job, node, notify, operators, run, simulate, watch
-from rolecall.cli.options import HelpGroup, out
+from rolecall.cli.options import HelpGroup, fill_closed_streams, out
 from rolecall.core.errors import (
     CommandRefused,
     ConfigError,
@@ -99,6 +99,7 @@ def _rolecall(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; every error is one clear message, never a traceback."""
+    fill_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a character shows a replacement

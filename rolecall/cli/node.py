@@ -22,8 +22,8 @@ from rolecall.cli.options import (
     RunArgument,
     RunOption,
     chosen_run,
+    confirm,
     examples,
-    out,
     present,
     progress,
     show,
@@ -295,7 +295,7 @@ def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "", r
     Of a job that rolecall only watches: its watch calls the node unfit (/v1/unfit), and nothing else is done."""
     from rolecall.recovery.operators import commands
 
-    out(commands.quarantine(chosen_run(runs, run), name, whoami(), because))
+    confirm(commands.quarantine(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
@@ -303,7 +303,7 @@ def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: 
     """Quarantine a node and move its replicas away. The same guards apply as to a diagnosis."""
     from rolecall.recovery.operators import commands
 
-    out(commands.drain(chosen_run(runs, run), name, whoami(), because))
+    confirm(commands.drain(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
@@ -311,7 +311,7 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", 
     """End a quarantine: replicas may be placed on the node again, and its watch no longer calls it unfit for it."""
     from rolecall.recovery.operators import commands
 
-    out(commands.return_node(chosen_run(runs, run), name, whoami(), because))
+    confirm(commands.return_node(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(name="end", epilog=examples("rolecall node end 4711 --start-ticks 812345"))
@@ -335,7 +335,7 @@ def end(
 
     if orphan:
         refuse_unless_orphan(pid, start_ticks)
-    out(end_process(pid, start_ticks, grace_seconds=grace))
+    confirm(end_process(pid, start_ticks, grace_seconds=grace))
 
 
 @node.command(epilog=examples("rolecall node orphans", "rolecall node orphans --json"))
@@ -383,11 +383,16 @@ def burn_in(
     where = folder or Path(tempfile.gettempdir())
     if not where.is_dir():
         raise ConfigError([f"--folder: {where} is not a folder"])
+    if place is not None:
+        commands.check_burn_in(place, name, whoami())
     found = work(CHECKS, seconds, where, progress=None if as_json else progress)
     result = {"node": name or os.uname().nodename, **found.to_dict()}
-    recorded = commands.record_burn_in(place, name, found.to_dict(), whoami()) if place is not None else ""
     words = {True: "passed", False: "FAILED", None: "not checked"}
     lines = [plain(f"{check.name:<10} {words[check.passed]}: {check.because}") for check in found.checks]
     lines.append(plain(f"{result['node']}: {words[found.passed]} in {found.seconds:.0f} s"))
-    show(as_json, result, [*lines, recorded] if recorded else lines)
+    show(as_json, result, lines)
+    if place is not None:  # shown first: the journal may be lost meanwhile
+        recorded = commands.record_burn_in(place, name, found.to_dict(), whoami())
+        if not as_json:
+            confirm(recorded)
     return 0 if found.passed else 1

@@ -74,7 +74,7 @@ def notify_test(
         recovery = load_watched(config).recovery
     else:
         found = chosen_run(runs, run, option)
-        recovery, name = parse_job(found.read().get("config"), str(found.path / "run.json")).recovery, found.run_id
+        recovery, name = parse_job(found.config(), str(found.path / "run.json")).recovery, found.run_id
     target = target_of(recovery, os.environ)
     if target is None:
         raise ConfigError(["recovery.notify: no notification channel is configured"])

@@ -18,7 +18,9 @@ from rolecall.cli.options import (
     RootOption,
     RunArgument,
     RunOption,
+    check_output,
     chosen_run,
+    confirm,
     examples,
     out,
     present,
@@ -76,7 +78,7 @@ def pause(because: ReasonOption, run: RunArgument = "", option: RunOption = "", 
     No further action starts. Detection and diagnosis continue."""
     from rolecall.recovery.operators import commands
 
-    out(commands.pause_recovery(chosen_run(runs, run, option), whoami(), because))
+    confirm(commands.pause_recovery(chosen_run(runs, run, option), whoami(), because))
 
 
 @app.command(epilog=examples("rolecall resume"))
@@ -84,7 +86,7 @@ def resume(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROO
     """Resume recovery after a pause."""
     from rolecall.recovery.operators import commands
 
-    out(commands.resume_recovery(chosen_run(runs, run, option), whoami()))
+    confirm(commands.resume_recovery(chosen_run(runs, run, option), whoami()))
 
 
 @app.command(epilog=examples('rolecall replace rollout/3 --reason "fan failure on node-4"'))
@@ -108,7 +110,7 @@ def replace(
 
         out(planned_calls(chosen_run(runs, run), replica))
         return
-    out(commands.replace(chosen_run(runs, run), replica, because, whoami()))
+    confirm(commands.replace(chosen_run(runs, run), replica, because, whoami()))
 
 
 DigestArgument = Annotated[
@@ -123,7 +125,7 @@ def approve(digest: DigestArgument, run: RunOption = "", runs: RootOption = ROOT
     An approval counts once, for the replica incarnations that the plan names."""
     from rolecall.recovery.operators import commands
 
-    out(commands.approve_plan(chosen_run(runs, run), digest, whoami()))
+    confirm(commands.approve_plan(chosen_run(runs, run), digest, whoami()))
 
 
 @app.command(epilog=examples('rolecall reject 582be534fb4cd49b --reason "checkpoint in progress"'))
@@ -133,7 +135,7 @@ def reject(digest: DigestArgument, because: ReasonOption, run: RunOption = "", r
     Its incident is escalated to on-call."""
     from rolecall.recovery.operators import commands
 
-    out(commands.reject_plan(chosen_run(runs, run), digest, whoami(), because))
+    confirm(commands.reject_plan(chosen_run(runs, run), digest, whoami(), because))
 
 
 @app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "a core dump"'))
@@ -151,7 +153,7 @@ def hold(
     In mode act a plan starts as soon as it is made: there only a plan that a guard blocks can be held."""
     from rolecall.recovery.operators import commands
 
-    out(commands.hold_plan(chosen_run(runs, run), digest, whoami(), because, minutes * 60))
+    confirm(commands.hold_plan(chosen_run(runs, run), digest, whoami(), because, minutes * 60))
 
 
 @app.command(epilog=examples("rolecall lift 582be534fb4cd49b"))
@@ -166,7 +168,7 @@ def lift(
     The guards are evaluated again."""
     from rolecall.recovery.operators import commands
 
-    out(commands.lift_hold(chosen_run(runs, run), digest, whoami(), because))
+    confirm(commands.lift_hold(chosen_run(runs, run), digest, whoami(), because))
 
 
 @app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))
@@ -212,7 +214,7 @@ def review(
 
     if right == wrong:
         raise ConfigError(["--right or --wrong: which?"])
-    out(commands.review_diagnosis(chosen_run(runs, run), incident, right, whoami(), because))
+    confirm(commands.review_diagnosis(chosen_run(runs, run), incident, right, whoami(), because))
     return 0
 
 
@@ -235,6 +237,8 @@ def export(
     """Bundle journal, windows, events and logs of an incident, without secrets, prompts or user names."""
     from rolecall.reports.incident_export import export as bundle_of
 
+    if output is not None:
+        check_output("-o", output)
     bundle = bundle_of(chosen_run(runs, run), incident_id, anonymous=anonymous)
     content = bundle.archive()
     path = output or Path(f"{bundle.name}.tar.gz")

@@ -2,10 +2,13 @@
 
 import getpass
 import json
+import math
 import os
 import re
+import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -58,6 +61,8 @@ SecondsOption = Annotated[
 ]
 
 
+INFINITE = ("speed",)
+"""Options that may be `inf`."""
 _TYPE = re.compile(r"<(?:list\[)?(\w+)\]?(?: range)?>(?:\.\.\.)?")
 _TYPE_NAMES = {"str": "TEXT", "path": "PATH", "int": "N", "float": "NUMBER"}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -72,7 +77,16 @@ def shown_name(name: str) -> str:
 
 class HelpCommand(TyperCommand):
     """A command whose usage is `diagnose [OPTIONS] PATH...`, without typer's braces, and whose help names no types of
-    Python."""
+    Python. Its numbers are finite: ranges of older typers let NaN pass, and no wait ends after `nan` or `inf`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        param: Any  # of click, or of typer's own copy of it
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, float) and not (math.isfinite(value) or (value > 0 and param.name in INFINITE)):
+                raise typer.BadParameter(f"{value} is not a finite number.", ctx=ctx, param=param)
+        return rest
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
@@ -159,8 +173,54 @@ def checked_journal(text: str) -> str:
         raise ConfigError([f"--journal: {redacted(url)[:200]!r} {e}"]) from None
 
 
+def check_output(option: str, path: Path) -> None:
+    """Refuses to write where anything but a file is: a new file is renamed over what has its name, which would take the
+    place of a device, a FIFO or a link.
+
+    Raises:
+        ConfigError: the path exists and is not a regular file.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise ConfigError([f"{option}: {plain(path)} exists, is not a regular file, and is not replaced"])
+
+
+def fill_closed_streams() -> None:
+    """Opens the standard streams that this process was started without (`>&-`): Python has None in their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for as long as the process
+
+
+def output_is_closed() -> bool:
+    """Whether this process was started without standard output."""
+    return getattr(sys.stdout, "name", "") == os.devnull
+
+
+@contextmanager
+def _standard_output() -> Iterator[None]:
+    """Raises OSError that names standard output, which takes no more text then."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = "standard output"
+        with suppress(OSError):  # the interpreter's last flush must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
 def out(text: str) -> None:
-    typer.echo(text)
+    with _standard_output():
+        typer.echo(text)
+
+
+def confirm(text: str) -> None:
+    """Tells what the command has done: on standard error if standard output cannot be written, since a command that
+    seems to have failed is given again."""
+    try:
+        out(text)
+    except OSError:
+        progress(f"rolecall: done: {text}")
+        raise
 
 
 def progress(text: str) -> None:
@@ -169,7 +229,7 @@ def progress(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
+    out(json.dumps(value, indent=2, default=str))
 
 
 def present(as_json: bool, value: Any, text: "RenderableType") -> None:
@@ -179,8 +239,9 @@ def present(as_json: bool, value: Any, text: "RenderableType") -> None:
     else:
         from rolecall.terminal.console import console
 
-        console().print(text)
-        sys.stdout.flush()
+        with _standard_output():
+            console().print(text)
+            sys.stdout.flush()
 
 
 def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:

@@ -148,7 +148,7 @@ def up(
     where = named_run(runs, run, option)
     if where.is_watched:
         raise CommandRefused(f"{where.run_id} is only watched: rolecall did not start it")
-    job = parse_job(where.read()["config"], str(where.path))
+    job = parse_job(where.config(), str(where.path))
     return _execute(job, where.path.parent, where.run_id, (), False, minutes_max, 0.0, again=True)
 
 
@@ -320,7 +320,8 @@ def audit(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT
     Each prompt group was trained once or dropped with a reason, and no line was altered. Of a job that rolecall only
     watches: the journal, since it has no ledger.
 
-    Exit code 0: the audit holds; 1: it found a problem; 2: there is no such run, or nothing to audit."""
+    Exit code 0: the audit holds; 1: it found a problem; 2: there is no such run, or nothing to audit, or its journal
+    cannot be read."""
     from rolecall.views.audit import audit_run, audit_text
 
     where = chosen_run(runs, run, option)

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.errors import RunNotFound
+from rolecall.core.errors import JournalError, RunNotFound
 from rolecall.core.ids import RunId
-from rolecall.core.journal.database import run_url
+from rolecall.core.journal.database import DRIVERS, run_url
 
 RUN_ENV = "ROLECALL_RUN"
 """Set to the run directory in every process of a run, so that all of them can be found."""
@@ -55,11 +55,21 @@ class RunDir:
 
     @property
     def database_url(self) -> str:
-        """URL of the journal. May contain a password: apply `core.database.redacted` before showing it."""
+        """URL of the journal. May contain a password: apply `core.database.redacted` before showing it.
+
+        Raises:
+            JournalError: the file that names it is damaged.
+        """
         try:
-            return self.database_path.read_text(encoding="utf-8").strip()
+            url = self.database_path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return f"sqlite:///{self.path / 'journal.db'}"
+        except UnicodeDecodeError:
+            url = ""
+        driver, found, _ = url.partition("://")
+        if driver not in DRIVERS or not found:
+            raise JournalError(f"{self.database_path}: damaged: not the URL of a journal")
+        return url
 
     @property
     def database_path(self) -> Path:
@@ -101,7 +111,19 @@ class RunDir:
             raise RunNotFound(f"{self.path / 'run.json'}: damaged: {e}") from e
         if not isinstance(value, dict):
             raise RunNotFound(f"{self.path / 'run.json'}: damaged: not a mapping")
+        if "agents" in value:
+            self._check_mapping(value, "agents")
         return value
+
+    def config(self) -> dict[str, Any]:
+        """The job file in `run.json`. Raises RunNotFound, as `read`; or it is not there."""
+        value = self.read()
+        self._check_mapping(value, "config")
+        return dict(value["config"])
+
+    def _check_mapping(self, value: dict[str, Any], name: str) -> None:
+        if not isinstance(value.get(name), dict):
+            raise RunNotFound(f"{self.path / 'run.json'}: damaged: {name} is not a mapping")
 
     @property
     def is_watched(self) -> bool:

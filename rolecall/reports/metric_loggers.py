@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     os.nice(NICENESS)
     run = RunDir(Path(argv[0]))
-    follow(run, parse_job(run.read()["config"]), SystemClock())
+    follow(run, parse_job(run.config()), SystemClock())
     return 0
 
 

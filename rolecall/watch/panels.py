@@ -371,9 +371,9 @@ class _Parts:
     """Writes ticks into one recording with bounded memory."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
-        self._path, self._folder, self._clock = path, path.with_name(path.name + ".parts"), clock
-        if path.exists():
+        if os.path.lexists(path):
             raise ConfigError([f"-o: {path} exists already, and is not overwritten"])
+        self._path, self._folder, self._clock = path, path.with_name(path.name + ".parts"), clock
         try:
             self._folder.mkdir()
         except FileExistsError:

@@ -26,7 +26,7 @@ from rolecall.core.clock import Clock, SteadyTime, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.config.watched import parse_watched
 from rolecall.core.diagnosis import Diagnosis, Finding, moved
-from rolecall.core.errors import ConfigError, RunNotFound, UnreadableInput
+from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads.recovery import LeaseAcquired
@@ -260,14 +260,10 @@ def watch_run(
         stop = _stop_event(seconds, logging.INFO if show is None else logging.WARNING)
     clock = SystemClock()
     value = run.read()
-    if not isinstance(value.get("config"), dict):
-        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it has no config")
-    job = parse_job(value["config"], str(run.path / "run.json"))
+    job = parse_job(run.config(), str(run.path / "run.json"))
     agents = value.get("agents")
     ours = agents is None
     watched = parse_watched(value.get("watched") or {}, str(run.path / "run.json"))
-    if not isinstance(agents, dict | None):
-        raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is not a mapping")
     if approve:
         with closing(Journal(run.database_url, create=False)) as asked:
             job = with_required_approval(job, asked)

@@ -97,6 +97,34 @@ def test_usage_errors_are_one_message_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("demo", "--minutes-max", "nan"),
+        ("demo", "--hold-minutes", "nan"),
+        ("run", "job.yaml", "--minutes-max", "inf"),
+        ("up", "my-run", "--minutes-max", "nan"),
+        ("inject", "my-run", "--kind", "nope", "--seconds", "nan"),
+        ("hold", "582be534fb4cd49b", "--reason", "a look", "--minutes", "nan"),
+        ("node", "end", "4194304", "--start-ticks", "1", "--grace", "nan"),
+        ("node", "burn-in", "--seconds", "nan"),
+        ("simulate", "run", "--days", "nan"),
+        ("watch", "run", "--for", "inf"),
+        ("watch", "recording", "r.parquet", "--speed", "nan"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_is_finite(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Typer may have refused it before, with the bounds."""
+    code, _, err = _run(capsys, *argv)
+    assert code == 2 and f"Invalid value for '{argv[-2]}': " in err
+
+
+def test_only_a_speed_may_be_infinite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(capsys, "watch", "recording", str(tmp_path / "none.parquet"), "--speed", "inf")
+    assert code == 2 and "No such file" in err
+
+
 def _job(tmp_path: Path, text: str = "{}") -> str:
     path = tmp_path / "job.yaml"
     path.write_text(text)

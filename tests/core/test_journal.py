@@ -394,6 +394,8 @@ def test_flags_are_set_replaced_and_removed(journal: Journal) -> None:
     journal.set_flag("paused", "by me")
     journal.set_flag("paused", "by you")
     assert journal.flag("paused") == "by you"
+    journal.set_flag("paused", "me: caf\udce9")  # bytes of a command line that are not UTF-8
+    assert journal.flag("paused") == "me: caf\N{REPLACEMENT CHARACTER}"
     journal.set_flag("paused", None)
     journal.set_flag("paused", None)
     assert journal.flag("paused") is None

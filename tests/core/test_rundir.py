@@ -5,11 +5,14 @@ import json
 import os
 import re
 import stat
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rolecall.core.errors import RunNotFound
+from rolecall.core.journal.database import checked_url, run_url
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import (
     RunDir,
     create_run_dir,
@@ -18,6 +21,7 @@ from rolecall.core.rundir import (
     registration_secret,
     write_atomically,
 )
+from rolecall.recovery.operators.run_location import run_id_of
 
 
 def test_a_fresh_run_has_its_folders_and_a_secret_only_its_owner_reads(tmp_path: Path) -> None:
@@ -90,6 +94,17 @@ def test_a_damaged_run_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(RunNotFound, match=r"run\.json.*damaged"):
         RunDir(tmp_path).read()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a?mode=ro", "a%41b", "100%", "a b", "é", "\udce9"])
+def test_a_journal_is_found_again_below_any_folder(tmp_path: Path, name: str) -> None:
+    run = create_run_dir(tmp_path / name, "demo-1")
+    Journal(run.database_url).close()
+    with closing(Journal(run.database_url, create=False)) as journal:
+        assert journal.store.where == str(run.path / "journal.db")
+    assert [p.name for p in tmp_path.iterdir()] == [name] and (run.path / "journal.db").is_file()
+    assert checked_url(run.database_url) == run_url(run.database_url, run.run_id) == run.database_url
+    assert run_id_of(run.database_url) == "demo-1"
 
 
 def test_a_run_without_its_file_is_no_run(tmp_path: Path) -> None:

@@ -117,6 +117,14 @@ def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsy
     assert not (tmp_path / "why.png").exists()
 
 
+def test_a_page_takes_the_place_of_a_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "why.html"
+    os.mkfifo(page)
+    code, out, err = run(capsys, saved(tmp_path, noise()), "--explain", page)
+    assert (code, out) == (2, "") and f"--explain: {page} exists, is not a regular file" in err
+    assert page.is_fifo()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

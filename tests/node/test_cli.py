@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -10,6 +10,8 @@ from rolecall.cli.main import main
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
+from rolecall.node import burn_in
+from rolecall.node.burn_in import BurnInResult, CheckResult
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.operators import commands
@@ -61,6 +63,13 @@ def test_review(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(world, "review", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
     review = world.only().review
     assert review is not None and review.right is False and review.because == "a drill"
+    assert run_command(world, "review", "inc-1-rollout-1", "--right") == 0
+    capsys.readouterr()
+    assert run_command(world, "incidents", "inc-1-rollout-1") == 1
+    assert [line.split("UTC  ")[1] for line in capsys.readouterr().out.splitlines() if "UTC  diagnosis" in line] == [
+        "diagnosis reviewed: wrong: a drill",
+        "diagnosis reviewed: right",
+    ]
 
 
 def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +109,36 @@ def test_a_burn_in_that_is_recorded_needs_a_name(world: World, capsys: pytest.Ca
     assert run_command(world, "node", "burn-in") == 2
     assert "NODE: needed with --run" in capsys.readouterr().err
     assert main(["node", "burn-in", "--folder", "/nonexistent"]) == 2
+
+
+def test_a_burn_in_that_cannot_be_recorded_does_not_begin(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(burn_in, "burn_in", no_work)
+    assert run_command(world, "node", "burn-in", "Node 4") == 2
+    assert "'Node 4' is not" in capsys.readouterr().err
+    Path(world.url.removeprefix("sqlite:///")).unlink()
+    assert run_command(world, "node", "burn-in", "node-4") == 2
+    assert "there is no journal" in capsys.readouterr().err
+
+
+def no_work(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("the machine was tested")
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_the_result_of_a_burn_in_is_shown_although_it_cannot_be_recorded(
+    world: World, form: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tested(*_: object, **__: object) -> BurnInResult:
+        Path(world.url.removeprefix("sqlite:///")).unlink()
+        return BurnInResult(seconds=5.0, checks=(CheckResult(name="disk", passed=False, because="slow"),))
+
+    monkeypatch.setattr(burn_in, "burn_in", tested)
+    assert run_command(world, "node", "burn-in", "node-4", *form) == 2
+    reported = capsys.readouterr()
+    assert "slow" in reported.out and "recorded" not in reported.out
+    assert "there is no journal" in reported.err
 
 
 def test_approval_is_an_option_of_watch_run_only(capsys: pytest.CaptureFixture[str]) -> None:

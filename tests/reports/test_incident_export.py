@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import shutil
 import stat
 import string
@@ -468,3 +469,19 @@ def test_a_folder_that_is_not_there_is_said(
 ) -> None:
     code, _, err = _run(capsys, INCIDENT, "--run", str(written.path), "-o", str(tmp_path / "no" / "x.tar.gz"))
     assert code == 2 and "No such file or directory" in err
+
+
+def test_only_a_regular_file_is_replaced(
+    written: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "link").symlink_to("kept")
+    (tmp_path / "dangling").symlink_to("nothing")
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)
+    before = {p.name: p.lstat().st_ino for p in tmp_path.iterdir()}
+    for name in ("link", "dangling", "fifo", ".", "/"):
+        code, out, err = _run(capsys, INCIDENT, "--run", str(written.path), "-o", name)
+        assert (code, out) == (2, "")
+        assert err == f"rolecall: -o: {name} exists, is not a regular file, and is not replaced\n"
+    assert {p.name: p.lstat().st_ino for p in tmp_path.iterdir()} == before

@@ -195,6 +195,40 @@ def test_a_damaged_run_file_is_named(fake_run: RunDir, text: str, capsys: pytest
     assert code == 2 and f"{fake_run.path / 'run.json'}: damaged" in err
 
 
+@pytest.mark.parametrize("command", ["up", "export", "notify", "status"])
+def test_a_run_file_without_its_parts_is_named(
+    fake_run: RunDir, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = fake_run.path / "run.json"
+    value = json.loads(file.read_text())
+    part, content = ("agents", ["http://n:1"]) if command == "status" else ("config", None)
+    file.write_text(json.dumps({**value, part: content}))
+    (fake_run.path / "model").mkdir()
+    argv = {
+        "up": ("up", str(fake_run.path)),
+        "export": ("export", str(fake_run.path), "--out", str(tmp_path / "out")),
+        "notify": ("notify", "test", str(fake_run.path)),
+        "status": ("status", str(fake_run.path)),
+    }[command]
+    assert main([*argv]) == 2
+    assert f"rolecall: {file}: damaged: {part} is not a mapping" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"sqlite:////caf\xe9/journal.db", b"garbage", b"postgresql+psycopg"])
+def test_a_damaged_address_of_the_journal_is_named(
+    fake_run: RunDir, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run.database_path.write_bytes(content)
+    for command in ("status", "pause", "watch"):
+        code, out, err = _run(capsys, fake_run, command)
+        assert (code, out) == (
+            2,
+            "",
+        ) and err == f"rolecall: {fake_run.database_path}: damaged: not the URL of a journal\n"
+    assert main(["down", str(fake_run.path)]) == 0
+
+
 def test_what_is_left_can_be_removed_without_the_journal(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     _bytes(lambda b: b"garbage" * 1000)(fake_run.path / "journal.db")
     assert main(["down", str(fake_run.path)]) == 0

@@ -344,6 +344,10 @@ def test_nothing_is_overwritten_and_nothing_is_left_of_nothing(tmp_path: Path) -
         record(Given(panels), tmp_path / "other.parquet", out=print, stopped=never, clock=FakeClock())
     with pytest.raises(ConfigError, match="No such file"):
         record(Given(panels), tmp_path / "none" / "x.parquet", out=print, stopped=never, clock=FakeClock())
+    (tmp_path / "link").symlink_to("nothing")
+    for path in (Path(), Path("/"), tmp_path / "link"):
+        with pytest.raises(ConfigError, match="exists already, and is not overwritten"):
+            record(Given(panels), path, out=print, stopped=never, clock=FakeClock())
 
 
 def test_a_file_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:

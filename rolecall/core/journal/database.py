@@ -28,6 +28,12 @@ def redacted(text: str) -> str:
     return _PASSWORDS[1].sub(r"\1=***", _PASSWORDS[0].sub(r"\1:***@", text))
 
 
+def sqlite_path(url: str) -> str:
+    """The file of a SQLite URL: all that follows `sqlite:///`, as it is. A path may have `?`, `#` and `%`, which mean
+    something else to SQLAlchemy and to SQLite."""
+    return url.removeprefix("sqlite:///")
+
+
 def checked_url(text: str) -> str:
     """`text` with its driver.
 
@@ -48,8 +54,10 @@ def checked_url(text: str) -> str:
         raise ValueError(f"{url.drivername} is not supported; expected {wanted}")
     if not url.database:
         raise ValueError(f"names no database; expected {wanted}")
-    if driver == "sqlite" and not url.database.startswith("/"):
-        raise ValueError(f"names no file by its absolute path; expected {wanted}")
+    if driver == "sqlite":
+        if not sqlite_path(text).startswith("/"):
+            raise ValueError(f"names no file by its absolute path; expected {wanted}")
+        return text
     return url.set(drivername=driver).render_as_string(hide_password=False)
 
 

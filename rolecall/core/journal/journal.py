@@ -19,7 +19,16 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads.contract import Payload
 from rolecall.core.journal.payloads.run import ChainHead, EpochAdvanced
-from rolecall.core.journal.rows import DamagedLine, Row, actual_of, epoch_of, event_of, packed, unpacked
+from rolecall.core.journal.rows import (
+    DamagedLine,
+    Row,
+    actual_of,
+    epoch_of,
+    event_of,
+    packed,
+    unpacked,
+    whole_characters,
+)
 from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash, chain_head
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
@@ -370,7 +379,7 @@ class Journal:
                 self._check_fence(conn, lease)
             conn.execute(FLAGS.delete().where(FLAGS.c.name == name))
             if value is not None:
-                conn.execute(FLAGS.insert().values(name=name, value=value))
+                conn.execute(FLAGS.insert().values(name=name, value=whole_characters(value)))
 
     def flag(self, name: str) -> str | None:
         with self.store.read() as conn:

@@ -73,13 +73,17 @@ def event_of(row: Row, file: str) -> Event:
         )
 
 
+def whole_characters(text: str) -> str:
+    """`text` with U+FFFD for each unpaired surrogate, which cannot be encoded: a byte of an argument, name or log line
+    that is not UTF-8."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _body(text: str) -> dict[str, Any]:
-    """As written by `append`: no NaN. An unpaired surrogate (from bytes in a name or log line that are not UTF-8) can
-    be written but not encoded: it becomes U+FFFD."""
+    """As written by `append`: no NaN. An unpaired surrogate can be written there, but not encoded."""
     body = _JSON.decode(text)
     if _SURROGATES.search(text):
-        whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        body = json.loads(whole)
+        body = json.loads(whole_characters(json.dumps(body, ensure_ascii=False)))
     if not isinstance(body, dict):
         raise TypeError(f"its body is {type(body).__name__}, not a mapping")
     return body

@@ -7,19 +7,21 @@ power."""
 
 import hashlib
 import json
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DatabaseError, InterfaceError, InternalError, OperationalError, ProgrammingError
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
-from rolecall.core.journal.database import redacted
+from rolecall.core.journal.database import redacted, sqlite_path
 from rolecall.core.journal.payloads.run import ChainHead
 from rolecall.core.journal.tables import META, METADATA
 
@@ -181,10 +183,9 @@ class Store:
 
 def _named(url: str) -> str:
     """Name of the database for messages: its file, or its URL without the password."""
-    parsed = sa.make_url(url)
-    if parsed.get_backend_name() == "sqlite" and parsed.database:
-        return parsed.database
-    return redacted(parsed.set(query={}).render_as_string(hide_password=True))
+    if url.startswith("sqlite"):
+        return sqlite_path(url)
+    return redacted(sa.make_url(url).set(query={}).render_as_string(hide_password=True))
 
 
 def _first_line(error: DatabaseError | InterfaceError) -> str:
@@ -192,10 +193,12 @@ def _first_line(error: DatabaseError | InterfaceError) -> str:
 
 
 def _sqlite_engine(url: str, create: bool) -> sa.Engine:
+    path, query = sqlite_path(url), dict[str, str]()
     if not create:
-        _check_exists(Path(url.removeprefix("sqlite:///")))
-        url = f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true"
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
+        _check_exists(Path(path))
+        path, query = f"file:{quote(os.fsencode(path))}", {"mode": "rw", "uri": "true"}
+    where = sa.URL.create("sqlite", database=path, query=query)
+    engine = sa.create_engine(where, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
     sa.event.listen(engine, "connect", _configure_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine

@@ -245,6 +245,25 @@ def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> 
     assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [3]
 
 
+def test_a_long_checkpoint_is_not_reported_once_such_pauses_are_known(job: Job) -> None:
+    """Rank 0 writes it while the others stand in their next step; a hundred and more steps lie between two of them."""
+
+    def checkpoint(seconds: float) -> list[Diagnosis]:
+        job.stand({0: {"phase": "wait"}, **{n: {"phase": "step"} for n in (1, 2, 3)}})
+        reported = job.run(seconds)
+        for rank in job.ranks:
+            rank.fixed, rank.cpu = {}, 0.9
+        assert job.run(150.0) == []
+        return reported
+
+    for _ in range(2):
+        (tie,) = checkpoint(90.0)
+        assert "rank 0 of trainer/0 has not begun it" in tie.because
+    assert checkpoint(150.0) == []
+    (tie,) = checkpoint(200.0)
+    assert tie.fault_class is FaultClass.CANNOT_TELL, "twice as long as the second longest is told"
+
+
 def _stack(job: Job, *suspects: Suspect) -> Finding:
     return Finding(
         detector="stacks",

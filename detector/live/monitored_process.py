@@ -219,7 +219,8 @@ INTERVAL_SMOOTHING = 0.1
 UNPAGED_GAP_SECONDS_MAX = 3.0
 """The same limit for uninstrumented processes, which agents sample once per second."""
 
-STOPPED_STATES = frozenset({"T", "t"})
+TRACED_STATE = "t"
+STOPPED_STATES = frozenset({"T", TRACED_STATE})
 """Stopped, traced: proc(5)."""
 HELD_STATES = STOPPED_STATES | {"D"}
 """Also in an uninterruptible wait."""
@@ -448,9 +449,10 @@ def phase_text(phase: str, step: int) -> str:
 
 
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
-    """Initializes from the first sample: counters are per process, so work finished so far counts."""
+    """Initializes from the first sample: counters are per process, so work finished so far counts. A job that rolecall
+    did not start may be between two steps."""
     subject.slow.start = subject.slow_loading.start = sample
-    if sample.phase in WORK_PHASES:
+    if sample.phase in WORK_PHASES or (sample.phase == Phase.WAIT and sample.incarnation == UNCOUNTED):
         subject.worked = sample.progress
 
 

@@ -232,6 +232,17 @@ def test_the_longest_of_generations_between_two_steps_is_not_suspected(job: Job)
     assert "2 x second longest 45" in suspicion.because
 
 
+def test_a_job_that_a_watch_meets_between_two_steps_is_suspected_late() -> None:
+    """Nothing is known of its pauses, but how long its steps took: three times that, 120 s at least."""
+    job = Job()
+    job.now = 5000.0
+    job.stand({n: {"phase": "wait", "step": 50, "progress": 50} for n in range(4)})
+    assert job.run(110.0) == [] and job.detector.suspicions == ()
+    assert job.run(200.0) == []
+    (suspicion,) = job.detector.suspicions
+    assert "(deadline 300.0 s = 3 x longest 100.00, little history yet)" in suspicion.because
+
+
 def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> None:
     """A job whose steps take minutes may hang before it has made enough of them for a suspicion."""
     job = Job()
@@ -276,6 +287,34 @@ def _stack(job: Job, *suspects: Suspect) -> Finding:
     )
 
 
+@pytest.mark.parametrize("phase", ["step", "wait"])
+def test_a_collective_that_times_out_after_a_hang_of_all_blames_no_rank_alone(job: Job, phase: str) -> None:
+    """NCCL's watchdog aborts the ranks that wait, one after another, and the launcher ends the rest."""
+    job.stand({n: {"phase": phase} for n in range(4)})
+    before = job.run(100.0)
+    assert [d.fault_class for d in before] == [FaultClass.CANNOT_TELL] * (phase == "step")
+    job.exit(1, {"signal": "6", "cause": "crashed"})
+    job.run(SECONDS)
+    job.exit(0, {"signal": "6", "cause": "crashed"})
+    for n in (2, 3):
+        job.events.append(job._event(AgentEventKind.FINISHED, n, {}))
+        job.exit(n, {"signal": "15"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1, 0, 2, 3]
+    assert found.confidence == 0.5 and "as had trainer/0 ranks 0,2-3: the timeout of a collective" in found.because
+    assert found.because.endswith("so the cause is not known")
+
+
+def test_a_rank_that_aborts_at_work_between_two_steps_is_named(job: Job) -> None:
+    job.stand({0: {"phase": "wait"}, **{n: {"phase": "step"} for n in (1, 2, 3)}})
+    job.ranks[0].cpu = 0.9
+    job.run(90.0)
+    job.exit(0, {"signal": "6", "cause": "crashed"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [0]
+    assert found.confidence == 1.0
+
+
 @pytest.mark.parametrize(("beats", "kind"), [(False, "process stopped, no heartbeat"), (True, "heartbeat continues")])
 def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Job, beats: bool, kind: str) -> None:
     job.stand({n: {"phase": "wait"} for n in range(4)})
@@ -284,6 +323,54 @@ def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Jo
     job.pulled = (_stack(job, *job.detector.suspicions[0].suspects[3:]),)
     (found,) = job.run(SECONDS)
     assert [s.rank for s in found.suspects] == [3] and found.because.startswith(f"stacks; {kind}")
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "unreported_seconds"),
+    [
+        pytest.param("wait", "R", 28.0, id="between two steps"),  # as while it pickles what an evaluation found
+        pytest.param("wait", "T", 2.0, id="stopped between two steps"),
+        pytest.param("step", "R", 2.0, id="in a step"),
+    ],
+)
+def test_how_long_the_interpreter_may_be_held(job: Job, phase: str, state: str, unreported_seconds: float) -> None:
+    waiting = {n: {"phase": "step", "exchanges": int(job.now) + 1} for n in (0, 1, 3)}
+    job.stand({2: {"phase": phase, "proc_state": state}, **waiting})
+    job.ranks[2].beats, job.ranks[2].cpu = False, 0.0 if state == "T" else 0.9
+    assert job.run(unreported_seconds) == []
+    (found,) = job.run(3.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
+
+
+@pytest.mark.parametrize("phase", ["step", "wait"])
+@pytest.mark.parametrize(
+    ("state", "stopped", "says"),
+    [
+        ("t", [2], "trainer/0 rank 2 (node-1, pid 102) is traced by a debugger (state t) for"),
+        ("T", [0, 1, 2, 3], "are stopped (state T) together with all ranks of their job"),
+    ],
+)
+def test_what_is_stopped_on_purpose_is_told_and_not_accused(
+    job: Job, phase: str, state: str, stopped: list[int], says: str
+) -> None:
+    waiting = {n: {"phase": "step", "exchanges": int(job.now) + 1} for n in range(4)}
+    job.stand(waiting | {n: {"phase": phase, "proc_state": state} for n in stopped})
+    for n in stopped:
+        job.ranks[n].beats, job.ranks[n].cpu = False, 0.0
+    (found,) = job.run(40.0)
+    assert found.fault_class is FaultClass.CANNOT_TELL and [s.rank for s in found.suspects] == stopped
+    assert says in found.because and job.detector.suspicions == ()
+    for rank in job.ranks:
+        rank.fixed, rank.cpu, rank.beats = {}, 0.9, True
+    assert job.run(3.0) == []
+
+
+def test_of_ranks_that_are_stopped_one_after_another_each_is_accused(job: Job) -> None:
+    for n in range(4):
+        job.stand({n: {"phase": "step", "proc_state": "T"}})
+        job.ranks[n].beats, job.ranks[n].cpu = False, 0.0
+        (found,) = job.run(5.0)
+    assert found.fault_class is FaultClass.HANG and {s.rank for s in found.suspects} == {0, 1, 2, 3}
 
 
 def skipping(job: Job) -> None:

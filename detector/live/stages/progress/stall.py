@@ -29,6 +29,7 @@ from rolecall.detector.live.monitored_process import (
 )
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.nodes.agent_lost import REFUSED, unreachable_reason
+from rolecall.detector.live.stages.progress.suspended import suspended, suspended_finding
 from rolecall.detector.live.stages.stage import (
     EMERGING_SHARE,
     WORKING_CPUS,
@@ -63,12 +64,16 @@ class StallStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         groups: dict[object, list[Stall]] = {}
-        for s in own(tick.stalls):
-            if s.ripe:
+        ripe = [s for s in own(tick.stalls) if s.ripe]
+        paused = suspended(tick.fleet, [s.subject for s in ripe if s.beats_stopped])
+        spared = {member.key for group in paused for member in group.members}
+        for s in ripe:
+            if s.subject.key not in spared:
                 who, at_one_place = s.subject, s.subject.phase in PLACES and not s.beats_stopped
                 key = (who.replica, who.incarnation, who.phase) if at_one_place else who.key
                 groups.setdefault(key, []).append(s)
-        return [_hang(tick.fleet, group, tick.now) for group in groups.values()]
+        hangs = [_hang(tick.fleet, group, tick.now) for group in groups.values()]
+        return [*hangs, *(suspended_finding(group, tick.now) for group in paused)]
 
 
 class DependentStallStage(Stage):

@@ -76,8 +76,8 @@ _HANDLED_SIGNAL_CODE = 128
 def requested_exit(status: ExitStatus) -> str:
     """Why the exit of a process that nobody announces was intended; empty if it was not.
 
-    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not separate faults. A process that
-    handles the signal, as to save its state before a preemption, ends with 128 and its number by convention.
+    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not separate faults. A process
+    that handles the signal, as to save its state before a preemption, ends with 128 and its number by convention.
     """
     if status.code == 0:
         return "exited with code 0"

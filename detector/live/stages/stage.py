@@ -134,12 +134,11 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.group, BEATS) or 0.0, config)
-        if subject.incarnation != UNCOUNTED or subject.phase != Phase.WAIT or subject.stopped:
-            return learned
-        if learned.seconds >= BETWEEN_BEAT_SECONDS:
-            return replace(learned, effective_share=1.0)
-        text = f"{BETWEEN_BEAT_SECONDS:g} s, between two steps"
-        return Deadline(seconds=BETWEEN_BEAT_SECONDS, text=text, learned=False, effective_share=1.0)
+        is_between = subject.incarnation == UNCOUNTED and subject.phase == Phase.WAIT and not subject.stopped
+        if is_between and learned.seconds < BETWEEN_BEAT_SECONDS:
+            text = f"{BETWEEN_BEAT_SECONDS:g} s, between two steps"
+            learned = Deadline(seconds=BETWEEN_BEAT_SECONDS, text=text, learned=False)
+        return replace(learned, effective_share=1.0) if is_between else learned
     if is_standby(subject.replica) and subject.phase in PHASES_WITHOUT_DUE_PROGRESS:
         seconds = min(STANDBY_BEAT_SECONDS, config.first_unit_seconds)
         return Deadline(seconds=seconds, text=f"{seconds:g} s, of a standby", learned=False, effective_share=1.0)

@@ -27,16 +27,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import EXIT, LOG_FILE
-from rolecall.detector.live.monitored_process import UNITS, MonitoredProcess, phase_text
+from rolecall.detector.live.monitored_process import UNITS, Key, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding, names, suspect
 from rolecall.detector.live.stages.exits.ray_deaths import awaits_word
-from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS
+from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS, is_aborted
 from rolecall.detector.live.stages.progress.skipped import DETECTOR as SKIPPED
 from rolecall.detector.live.stages.progress.stall import AWAITED_SECONDS
 from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Stall, Tick, phase_deadline
@@ -259,12 +259,13 @@ class CrashStage(Stage):
                 continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
-                    stood = standing.beside(subject) if _is_abort(subject) else []
-                    gone = _gone(fleet, subject, raised, now, stood)
-                    if stood and subject.replica not in named:
+                    aborted = subject.incarnation == UNCOUNTED and is_aborted(subject)
+                    stood = standing.beside(subject) if aborted else _Stood()
+                    gone = _gone(fleet, subject, raised, now, stood.text)
+                    if stood.text and subject.replica not in named:
                         named.add(subject.replica)
-                        others = (suspect(p) for p in stood if p.replica == subject.replica)
-                        gone = replace(gone, suspects=(*gone.suspects, *others))
+                        others = (suspect(p) for p in stood.ranks.values() if p.replica == subject.replica)
+                        gone = replace(gone, suspects=tuple(dict.fromkeys((*gone.suspects, *others))))
                     found.append(gone)
             elif raised is not None and is_ending(subject, raised):
                 if not _held_for_peers(fleet, subject, raised, now):
@@ -276,27 +277,31 @@ class CrashStage(Stage):
         return found
 
 
-def _is_abort(subject: MonitoredProcess) -> bool:
-    """Whether SIGABRT ended a rank of a job that rolecall did not start."""
-    signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
-    return subject.incarnation == UNCOUNTED and signal in ABORT_SIGNALS
+@dataclass(frozen=True, slots=True)
+class _Stood:
+    """Processes of a group that stand still, or stood still when they ended, for longer than they may. `text`: their
+    names."""
+
+    ranks: Mapping[Key, MonitoredProcess] = field(default_factory=dict)
+    text: str = ""
 
 
 class _Standing:
-    """The processes that stand still, or stood still when they ended, by group; made where it is needed."""
+    """By group; made where it is needed."""
 
     def __init__(self, tick: Tick) -> None:
         self._tick = tick
-        self._by_group: dict[str, list[MonitoredProcess]] = {}
+        self._by_group: dict[str, _Stood] = {}
 
-    def beside(self, subject: MonitoredProcess) -> list[MonitoredProcess]:
-        """The peers that stood still with this one for longer than they may, as in a collective that one of them does
-        not enter: its timeout aborts any of the others first. Empty if this one did not."""
-        if subject.group not in self._by_group:
-            of_role = self._tick.fleet.roster.of_role(subject.role).values()
-            self._by_group[subject.group] = [s for s in of_role if s.group == subject.group and self._is_overdue(s)]
-        stood = self._by_group[subject.group]
-        return [s for s in stood if s is not subject] if subject in stood else []
+    def beside(self, subject: MonitoredProcess) -> _Stood:
+        """Those that stood still together with this one, itself included, as in a collective that one of them does not
+        enter: its timeout aborts any of the others first. Empty if this one did not, or alone."""
+        stood = self._by_group.get(subject.group)
+        if stood is None:
+            members = [subject, *self._tick.fleet.peers(subject)]
+            ranks = {s.key: s for s in members if self._is_overdue(s)}
+            stood = self._by_group[subject.group] = _Stood(ranks, names(ranks.values()))
+        return stood if subject.key in stood.ranks and len(stood.ranks) > 1 else _Stood()
 
     def _is_overdue(self, subject: MonitoredProcess) -> bool:
         """Between two steps, where no progress is due: without work for as long as others may wait for it there."""
@@ -310,7 +315,8 @@ class _Standing:
 def _aborted_just_now(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
     """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, and the state of
     that peer may not be known yet."""
-    if not _is_abort(subject):
+    signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
+    if subject.incarnation != UNCOUNTED or signal not in ABORT_SIGNALS:
         return False
     peers = (p for p in fleet.peers(subject) if p.replica == subject.replica and not p.gone and p.sample is not None)
     known = all(p.sample.wall_at + p.offset_seconds >= subject.exit_wall for p in peers)  # type: ignore[union-attr]
@@ -375,9 +381,9 @@ def _gone(
     subject: MonitoredProcess,
     raised: ReceivedException | None,
     now: float,
-    stood: Sequence[MonitoredProcess],
+    stood: str,
 ) -> Finding:
-    """`stood`: peers that stood still with it."""
+    """`stood`: names of the ranks that stood still together with it; empty: it did not."""
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
     step = _last_step(detail, sample)
@@ -395,8 +401,8 @@ def _gone(
         reported += "; this follows from the loss of another process, so the cause is not known"
     elif stood:
         reported += (
-            f"; it had stood still for {subject.stall.wall:.0f} s, as had {names(stood)}: the timeout of a collective "
-            "aborts any of the ranks that wait in it, so the cause is not known"
+            f"; {stood} had stood still for {subject.stall.wall:.0f} s: the timeout of a collective aborts any of the "
+            "ranks that wait in it, so the cause is not known"
         )
     signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
     oom = signal in SIGKILL_NAMES and (detail.get("cause") == "oom" or abs(subject.exit_wall - struck) <= OOM_SECONDS)
@@ -405,7 +411,7 @@ def _gone(
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(step)}
     values |= exit_values(signal, oom=oom)
-    is_victim = lost_peer or bool(stood)
+    is_victim = lost_peer or stood != ""
     values |= {LOST_PEER: 1.0} if is_victim else {}
     evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values), *log_file(detail)]
     if raised:

@@ -12,8 +12,8 @@ the role's baseline at that load:
 
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
-the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`); a
-process that has none may have other work instead, and is no longer slow after `ACCEPTED_SECONDS`.
+the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`).
+A process that has no peers may have other work instead, and is no longer slow after `ACCEPTED_SECONDS`.
 
 Ranks of a replica that compute together finish each unit at the same time. Their busy seconds leave out what they wait
 for each other, so that only the slow one takes longer. Where such waits are not seen (rl_runtime/exchanges.py), all of
@@ -590,8 +590,8 @@ def _finding(
     because = (
         f"{who}: {f'{waits.text}; ' if waits else ''}for {now - meter.rising_since:.0f} s "
         f"({meter.rising_strides} strides) {it} has "
-        f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU{instead}; "
-        f"its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
+        f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU"
+        f"{instead}; its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
         f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {meter.limit:.1f}, the threshold "
         f"for {config.slow_false_alarms_per_day:g} false alarms per day)"
     )

@@ -81,10 +81,18 @@ class LiveDetector:
     """One per watcher; call `observe` from a single thread."""
 
     def __init__(
-        self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None, *, stages: Stages = STAGES
+        self,
+        config: DetectorConfig,
+        expected_roles: Mapping[str, int] | None = None,
+        *,
+        foreign: bool = False,
+        stages: Stages = STAGES,
     ) -> None:
+        """`foreign`: no process was started by rolecall, even if a watch counts their incarnations."""
         self._config, self._roles = config, dict(expected_roles or {})
-        self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state, of_runtime=bool(self._roles))
+        self._fleet = MonitoredProcesses(
+            mask_proc_state=config.mask_proc_state, of_runtime=bool(self._roles), foreign=foreign
+        )
         self._stages = [make() for make in stages]
         self._suppressed_wall: dict[str, float] = {}  # stage -> time of its last suppression by an earlier stage
         self._standing: dict[str, Diagnosis] = {}
@@ -305,9 +313,11 @@ class LiveDetector:
         return cls.replay(config, window["roles"], observations, window["start"])
 
     @classmethod
-    def resumed(cls, config: DetectorConfig, roles: Mapping[str, int] | None, state: dict[str, Any]) -> Self:
+    def resumed(
+        cls, config: DetectorConfig, roles: Mapping[str, int] | None, state: dict[str, Any], *, foreign: bool = False
+    ) -> Self:
         """A detector restored from `state`, so that a restarted watcher keeps its baselines."""
-        detector = cls(config, roles)
+        detector = cls(config, roles, foreign=foreign)
         detector._restore(state)
         return detector
 
@@ -345,7 +355,12 @@ class LiveDetector:
     def _restore(self, state: Mapping[str, Any]) -> None:
         subjects: list[MonitoredProcess] = [decode(s) for s in state["subjects"]]
         subjects_by_key = {s.key: s for s in subjects}
-        self._fleet = replace(decode(state["fleet"]), subjects=subjects_by_key, of_runtime=bool(self._roles))
+        foreign = self._fleet.foreign
+        self._fleet = replace(
+            decode(state["fleet"]), subjects=subjects_by_key, of_runtime=bool(self._roles), foreign=foreign
+        )
+        for subject in subjects:
+            subject.foreign |= foreign
         for stage in self._stages:
             known = decode(state["stages"].get(stage.name))
             if known is not None:

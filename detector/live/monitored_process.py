@@ -190,12 +190,12 @@ SINGLE_FLOOR_SECONDS = 30.0
 FIRST_INCARNATION = 1
 
 
-def single_deadline(longest: float | None, incarnation: int, config: DetectorConfig) -> Deadline:
+def single_deadline(longest: float | None, is_first: bool, config: DetectorConfig) -> Deadline:
     """Of a phase that an incarnation is in once: max(floor, 3 x the longest of its role), at most the first-unit
     deadline. That one before there is any, and for a first incarnation: all of these start at the same time, so that
     the first to finish say little about the others. All of it must have passed on the effective clock: a start is CPU
     time above all, and takes as much of it on a busy machine."""
-    if longest is None or incarnation <= FIRST_INCARNATION:
+    if longest is None or is_first:
         return replace(learned_deadline(None, config), effective_share=1.0)
     seconds = min(config.first_unit_seconds, max(SINGLE_FLOOR_SECONDS, SINGLE_FACTOR * longest))
     text = f"{seconds:.1f} s = max({SINGLE_FLOOR_SECONDS:g}, {SINGLE_FACTOR:g} x longest {longest:.2f})"
@@ -345,6 +345,7 @@ class MonitoredProcess:
     process: ProcessId | None
     seen_wall: float  # time of the last sample or event
     first_wall: float = 0.0  # time of its registration, or of what was first seen of it
+    foreign: bool = False  # of a job that rolecall did not start, even if a watch counts its incarnations
     sample: ProcessSample | None = None
     stall: ProgressClocks = field(default_factory=ProgressClocks)
     beat: ProgressClocks = field(default_factory=ProgressClocks)
@@ -377,6 +378,7 @@ class MonitoredProcess:
     def __post_init__(self) -> None:
         self.key = (self.replica, self.rank, self.incarnation)
         self.group = self.group or self.role
+        self.foreign = self.foreign or self.incarnation == UNCOUNTED
 
     def copied(self) -> "MonitoredProcess":
         """An independent copy of the current state."""
@@ -395,7 +397,12 @@ class MonitoredProcess:
     @property
     def reports(self) -> bool:
         """Whether it writes a state page; False for processes of uninstrumented jobs."""
-        return self.incarnation != UNCOUNTED if self.sample is None else is_instrumented(self.sample)
+        return not self.foreign if self.sample is None else is_instrumented(self.sample)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its role has had no start to compare with; those of another launcher load any checkpoint."""
+        return self.foreign or self.incarnation <= FIRST_INCARNATION
 
     @property
     def gone(self) -> bool:
@@ -436,8 +443,8 @@ class MonitoredProcess:
 
     def name(self) -> str:
         pid = f", pid {self.process.pid}" if self.process else ""
-        rank = f" rank {self.rank}" if self.rank or self.incarnation == UNCOUNTED else ""
-        incarnation = "" if self.incarnation == UNCOUNTED else f", incarnation {self.incarnation}"
+        rank = f" rank {self.rank}" if self.rank or self.foreign else ""
+        incarnation = "" if self.foreign else f", incarnation {self.incarnation}"
         return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
 
 
@@ -452,7 +459,7 @@ def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
     """Initializes from the first sample: counters are per process, so work finished so far counts. A job that rolecall
     did not start may be between two steps."""
     subject.slow.start = subject.slow_loading.start = sample
-    if sample.phase in WORK_PHASES or (sample.phase == Phase.WAIT and sample.incarnation == UNCOUNTED):
+    if sample.phase in WORK_PHASES or (subject.foreign and sample.phase == Phase.WAIT):
         subject.worked = sample.progress
 
 

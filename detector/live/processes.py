@@ -140,6 +140,7 @@ class MonitoredProcesses:
 
     mask_proc_state: bool = False
     of_runtime: bool = False  # the bundled one, of which a run is one job; else of jobs that rolecall did not start
+    foreign: bool = False  # all of them, even if a watch counts their incarnations; else those without an incarnation
     subjects: dict[Key, MonitoredProcess] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)  # replica -> newest known incarnation
     forgotten: dict[str, int] = field(default_factory=dict)  # replica -> lowest incarnation that is not forgotten
@@ -376,7 +377,10 @@ class MonitoredProcesses:
         node = str(process.node) if process else ""
         first = self.wall_of(of) if isinstance(of, AgentEvent) else now
         subject = MonitoredProcess(
-            of.replica, of.role, of.rank, of.incarnation, node, process, seen_wall=now, first_wall=min(first, now)
+            *(of.replica, of.role, of.rank, of.incarnation, node, process),
+            seen_wall=now,
+            first_wall=min(first, now),
+            foreign=self.foreign,
         )
         self.newest[of.replica] = of.incarnation
         self._close_older(of.replica, of.incarnation, now)

@@ -98,9 +98,9 @@ class _Panel:
 class RunPanels:
     """Mutable; one per watcher. Findings depend only on the current and earlier observations."""
 
-    def __init__(self, detector: PanelDetector) -> None:
-        """`detector`: its profile, if it has one, is where learning begins."""
-        self._detector = detector
+    def __init__(self, detector: PanelDetector, *, foreign: bool = False) -> None:
+        """`detector`: its profile, if it has one, is where learning begins. `foreign`: as of `LiveDetector`."""
+        self._detector, self._foreign = detector, foreign
         self._processes: dict[ProcessId, _PanelMember] = {}
         self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may include members removed since the last tick
         self._gpus = GpuReadings()
@@ -150,7 +150,8 @@ class RunPanels:
             self._by_key[known.key] = known
         known.heard_wall = now
         # In a job that rolecall did not start, rank 0 does the same work as the others.
-        known.is_further = sample.rank > 0 and sample.exchanges > 0 and sample.incarnation != UNCOUNTED
+        foreign = self._foreign or sample.incarnation == UNCOUNTED
+        known.is_further = sample.rank > 0 and sample.exchanges > 0 and not foreign
         known.sleeps |= sample.phase == Phase.SLEEP
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample

@@ -129,7 +129,8 @@ class _PersistentDetector:
         pulled: Callable[[], tuple[Finding, ...]] = tuple,
         probe: Callable[[Sequence[Diagnosis]], None] = lambda _: None,
     ) -> None:
-        """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its
+        """`roles`: desired number of replicas of a job that rolecall runs; None: as in the job file; empty: it did not
+        start the job. `pulled`: findings from evidence since its
         last call. `probe`: is called with the suspicions that stand, after each observation.
         """
         roles = job.roles.counts() if roles is None else roles
@@ -146,13 +147,14 @@ class _PersistentDetector:
                 self._profile = read_profile(self._profile_path)
         except UnreadableInput as e:
             logger.warning("%s: starting without learned state", e)
-        self._panels = RunPanels(Sequential(profile=self._profile))
-        self._detector = LiveDetector(job.detector, roles)
+        self._foreign = not roles
+        self._panels = RunPanels(Sequential(profile=self._profile), foreign=self._foreign)
+        self._detector = LiveDetector(job.detector, roles, foreign=self._foreign)
         try:
             state = json.loads(self._path.read_text())
             # Negative: the clock was set back, or the former watch had another machine's.
             self._clock_set = min(0.0, clock.wall() - state["now"])
-            self._detector = LiveDetector.resumed(job.detector, roles, state)
+            self._detector = LiveDetector.resumed(job.detector, roles, state, foreign=self._foreign)
         except FileNotFoundError:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
@@ -180,7 +182,7 @@ class _PersistentDetector:
         except Exception:
             # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
             logger.exception("panel detector failed, restarting it")
-            self._panels = RunPanels(Sequential(profile=self._profile))
+            self._panels = RunPanels(Sequential(profile=self._profile), foreign=self._foreign)
         of_evidence = tuple(moved(f, -self._clock_set) for f in self._pulled())
         standing = self._detector.observe(replace(observation, panel_findings=of_panels, pulled_findings=of_evidence))
         self._probe([moved(d, self._clock_set) for d in self._detector.suspicions])

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.membership import is_standby
-from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, UNCOUNTED, AgentEvent, Phase
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import (
     BEATS,
@@ -104,7 +104,7 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     if phase == Phase.IDLE:
         phase = Phase.GENERATE  # with open requests: the deadline of generation applies
     if phase in SINGLE_PHASES:
-        return single_deadline(fleet.gaps.longest(group, phase), subject.incarnation, config)
+        return single_deadline(fleet.gaps.longest(group, phase), subject.is_first, config)
     if phase not in subject.phases_done and (not subject.experienced or phase in RARE_PHASES):
         known = None if phase in RARE_PHASES else subject.mean_step_seconds
         return learned_deadline(None, config, least_of_few_units(known))
@@ -134,7 +134,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.group, BEATS) or 0.0, config)
-        is_between = subject.incarnation == UNCOUNTED and subject.phase == Phase.WAIT and not subject.stopped
+        is_between = subject.foreign and subject.phase == Phase.WAIT and not subject.stopped
         if is_between and learned.seconds < BETWEEN_BEAT_SECONDS:
             text = f"{BETWEEN_BEAT_SECONDS:g} s, between two steps"
             learned = Deadline(seconds=BETWEEN_BEAT_SECONDS, text=text, learned=False)
@@ -143,7 +143,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
         seconds = min(STANDBY_BEAT_SECONDS, config.first_unit_seconds)
         return Deadline(seconds=seconds, text=f"{seconds:g} s, of a standby", learned=False, effective_share=1.0)
     if subject.phase in PHASES_BEFORE_WORK:
-        return single_deadline(fleet.gaps.longest(subject.group, Phase.START), subject.incarnation, config)
+        return single_deadline(fleet.gaps.longest(subject.group, Phase.START), subject.is_first, config)
     return learned_deadline(None, config)
 
 
@@ -169,7 +169,7 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
         return found
     waits = {w.subject.key for w in waiting}
     # Of jobs that rolecall did not start: the phases of its own say what a rank waits for.
-    held_up = {_replica_of(w) for w in waiting if w.subject.incarnation == UNCOUNTED}
+    held_up = {_replica_of(w) for w in waiting if w.subject.foreign}
     return [replace(s, awaited=_replica_of(s) in held_up) for s in found if s.subject.key not in waits]
 
 

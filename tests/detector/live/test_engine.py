@@ -162,15 +162,15 @@ def test_a_role_of_long_units_has_a_long_deadline() -> None:
     assert phase_deadline(processes, generating, CONFIG).seconds == 210.0
 
 
-@given(st.floats(0.0, 1e4), st.floats(0.0, 1e4), st.integers(2, 99))
-def test_the_deadline_of_a_replacement_is_three_times_the_longest_start(one: float, other: float, n: int) -> None:
+@given(st.floats(0.0, 1e4), st.floats(0.0, 1e4))
+def test_the_deadline_of_a_replacement_is_three_times_the_longest_start(one: float, other: float) -> None:
     shorter, longer = sorted((one, other))
-    deadline = single_deadline(longer, n, CONFIG)
+    deadline = single_deadline(longer, False, CONFIG)
     assert deadline.learned and min(30.0, CONFIG.first_unit_seconds) <= deadline.seconds <= CONFIG.first_unit_seconds
     assert deadline.seconds >= min(3 * longer, CONFIG.first_unit_seconds)
-    assert single_deadline(shorter, n, CONFIG).seconds <= deadline.seconds
+    assert single_deadline(shorter, False, CONFIG).seconds <= deadline.seconds
     short = DetectorConfig(first_unit_seconds=5.0)
-    assert single_deadline(longer, n, short).seconds == short.first_unit_seconds, "the setting is the upper bound"
+    assert single_deadline(longer, False, short).seconds == short.first_unit_seconds, "the setting is the upper bound"
 
 
 def observed_trainer(seconds: float) -> tuple[MonitoredProcesses, MonitoredProcess]:
@@ -240,10 +240,13 @@ def test_a_watch_that_has_seen_nothing_goes_by_what_the_process_has_counted(
     assert phase_deadline(processes, trainer, WatchedConfig().detector).seconds == expected
 
 
-@given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99))
-def test_the_first_starts_of_a_run_are_not_compared(longest: float | None, incarnation: int) -> None:
-    deadline = single_deadline(longest, incarnation, CONFIG)
-    if longest is None or incarnation <= 1:
+@given(st.none() | st.floats(0.0, 1e4), st.integers(0, 99), st.booleans())
+def test_the_first_starts_of_a_run_are_not_compared(longest: float | None, incarnation: int, foreign: bool) -> None:
+    """Nor those of another launcher."""
+    _, trainer = observed_trainer(1.0)
+    started = replace(trainer, incarnation=incarnation, foreign=foreign)
+    deadline = single_deadline(longest, started.is_first, CONFIG)
+    if longest is None or incarnation <= 1 or foreign:
         assert (deadline.seconds, deadline.learned) == (CONFIG.first_unit_seconds, False)
 
 

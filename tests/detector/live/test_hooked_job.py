@@ -11,13 +11,20 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from tests.detector.live import torchrun_job
+
+pytestmark = pytest.mark.usefixtures("incarnation")
 
 NODE = NodeId("node-1")
 SECONDS = 0.2
 WALL = 1_700_000_000.0
+
+
+def _is_counted() -> bool:
+    return torchrun_job.FIRST_INCARNATION != UNCOUNTED
 
 
 @dataclass
@@ -38,7 +45,7 @@ class Job:
 
     def __init__(self, num_ranks: int = 4) -> None:
         self.ranks = [Rank(n) for n in range(num_ranks)]
-        self.detector = LiveDetector(DetectorConfig(), {})
+        self.detector = LiveDetector(DetectorConfig(), {}, foreign=_is_counted())
         self.now, self.standing = 0.0, list[Diagnosis]()
         self.events: list[AgentEvent] = []
         self.pulled: tuple[Finding, ...] = ()
@@ -72,7 +79,7 @@ class Job:
             role="trainer",
             replica="trainer/0",
             rank=rank.number,
-            incarnation=0,
+            incarnation=torchrun_job.FIRST_INCARNATION,
             at=self.now,
             wall_at=WALL + self.now,
             alive=True,
@@ -135,7 +142,7 @@ class Job:
             role="trainer",
             replica="trainer/0",
             rank=number,
-            incarnation=0,
+            incarnation=torchrun_job.FIRST_INCARNATION,
             detail=dict(detail),
         )
 
@@ -440,7 +447,7 @@ def test_what_is_usual_of_two_ranks_is_stored_with_the_rest() -> None:
     job = Job(2)
     job.run(12.0)
     stored = json.loads(json.dumps(job.detector.state()))
-    again = LiveDetector.resumed(DetectorConfig(), {}, stored)
+    again = LiveDetector.resumed(DetectorConfig(), {}, stored, foreign=_is_counted())
     assert again.state() == job.detector.state() and "UsualCollectives" in json.dumps(stored)
 
 

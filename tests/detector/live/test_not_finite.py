@@ -3,10 +3,14 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from tests.detector.live.torchrun_job import Rank, TorchrunJob, job
+
+pytestmark = pytest.mark.usefixtures("incarnation")
 
 
 def _from_now(it: TorchrunJob, *ranks: int, loss: float = math.nan) -> None:

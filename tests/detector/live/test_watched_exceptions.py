@@ -8,6 +8,8 @@ from rolecall.detector.live.processes import ReceivedException
 from rolecall.detector.live.stages.exits.crash import blames_code, is_consequence
 from tests.detector.live.torchrun_job import GLOO_CLOSED, NODE, TorchrunJob, job
 
+pytestmark = pytest.mark.usefixtures("incarnation")
+
 
 def test_the_first_exception_is_the_fault_and_lost_connections_are_not() -> None:
     it = job()

@@ -13,6 +13,8 @@ from rolecall.detector.live.engine import LiveDetector
 NODE = NodeId("vm")
 WALL = 1_700_000_000.0
 SAMPLE_SECONDS = 0.5
+FIRST_INCARNATION = UNCOUNTED
+"""A watch that may act counts incarnations from 1."""
 GLOO_CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19148"
 
 
@@ -29,6 +31,7 @@ class Rank:
     loss: float = 0.5
     unfinite: int = 0
     jumps: int = 0
+    incarnation: int = UNCOUNTED
 
     @property
     def process(self) -> ProcessId:
@@ -40,7 +43,10 @@ class TorchrunJob:
     """Two steps a second. A rank that is stopped or dead keeps the others in their step."""
 
     ranks: list[Rank]
-    detector: LiveDetector = field(default_factory=lambda: LiveDetector(DetectorConfig()))
+    detector: LiveDetector = field(
+        default_factory=lambda: LiveDetector(DetectorConfig(), foreign=FIRST_INCARNATION != UNCOUNTED)
+    )
+    incarnation: int = field(default_factory=lambda: FIRST_INCARNATION)
     now: float = 100.0
     standing: list[Diagnosis] = field(default_factory=list)
     _events: list[AgentEvent] = field(default_factory=list)
@@ -51,11 +57,13 @@ class TorchrunJob:
 
     def register(self, *ranks: Rank) -> None:
         for r in ranks:
+            r.incarnation = self.incarnation
             self.event(AgentEventKind.REGISTERED, r, launcher="torchrun")
 
     def replaced_by(self, *ranks: Rank) -> None:
         """The launcher starts the job again."""
         self.ranks = list(ranks)
+        self.incarnation += self.incarnation != UNCOUNTED
         self.register(*ranks)
 
     def event(self, kind: AgentEventKind, r: Rank, ago: float = 0.0, **detail: str) -> None:
@@ -63,7 +71,7 @@ class TorchrunJob:
         self._events.append(
             AgentEvent(
                 seq=self._seq, kind=kind, node=NODE, at=self.now - ago, wall_at=WALL + self.now - ago,
-                process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=UNCOUNTED, detail=detail,
+                process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=r.incarnation, detail=detail,
             )
         )  # fmt: skip
 
@@ -103,12 +111,12 @@ class TorchrunJob:
     def suspect(self, rank: int) -> Suspect:
         r = self.ranks[rank]
         return Suspect(
-            node=NODE, role="trainer", replica=r.replica, rank=rank, incarnation=UNCOUNTED, process=r.process
+            node=NODE, role="trainer", replica=r.replica, rank=rank, incarnation=r.incarnation, process=r.process
         )
 
     def _sample(self, r: Rank) -> ProcessSample:
         return ProcessSample(
-            process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=UNCOUNTED,
+            process=r.process, role="trainer", replica=r.replica, rank=r.rank, incarnation=r.incarnation,
             at=self.now, wall_at=WALL + self.now, alive=r.alive, page_ok=True, phase="step", phase_since=100.0,
             phase_entries=2, step=r.step, progress=r.step, progress_at=self.now, beats=r.beats,
             proc_state="T" if r.is_stopped else "S", cpu_seconds=0.1 * r.beats,

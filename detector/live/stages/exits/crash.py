@@ -105,8 +105,10 @@ def blames_code(seen: ReceivedException) -> bool:
 
 
 def _of_an_earlier_job(fleet: MonitoredProcesses, event: AgentEvent) -> bool:
-    """Incarnations tell processes apart that rolecall started; others are the same job while they live."""
-    return event.incarnation == UNCOUNTED and fleet.is_succeeded(event)
+    """Processes that rolecall did not start are of the same job while they live."""
+    if not fleet.foreign and event.incarnation != UNCOUNTED:
+        return False
+    return fleet.is_succeeded(event) or event.incarnation < fleet.newest.get(event.replica, UNCOUNTED)
 
 
 def step_of(seen: ReceivedException) -> int:
@@ -174,15 +176,16 @@ def _why(
             by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
     for step, raisers in by_step.items():
         if len(raisers) > 1:
-            who = ", ".join(dict.fromkeys(_raiser(*raiser) for raiser in sorted(raisers)))
+            who = ", ".join(dict.fromkeys(_raiser(fleet, *raiser) for raiser in sorted(raisers)))
             when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
             return f"it was raised {len(raisers)} times {when} ({who})"
     return None
 
 
-def _raiser(replica: str, rank: int, incarnation: int) -> str:
+def _raiser(fleet: MonitoredProcesses, replica: str, rank: int, incarnation: int) -> str:
     """Processes of a job that rolecall did not start differ by rank."""
-    return f"{replica} rank {rank}" if incarnation == UNCOUNTED else f"{replica}#{incarnation}"
+    foreign = fleet.foreign or incarnation == UNCOUNTED
+    return f"{replica} rank {rank}" if foreign else f"{replica}#{incarnation}"
 
 
 def _code_finding(
@@ -202,7 +205,7 @@ def _code_finding(
         evidence=tuple(
             Evidence(
                 kind=AgentEventKind.EXCEPTION,
-                text=f"{_raiser(s.event.replica, s.event.rank, s.event.incarnation)} in step "
+                text=f"{_raiser(fleet, s.event.replica, s.event.rank, s.event.incarnation)} in step "
                 f"{s.event.detail.get('step', '?')}: {exception_text(s.event)}",
             )
             for s in seen_list[-8:]
@@ -259,7 +262,7 @@ class CrashStage(Stage):
                 continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
-                    aborted = subject.incarnation == UNCOUNTED and is_aborted(subject)
+                    aborted = subject.foreign and is_aborted(subject)
                     stood = standing.beside(subject) if aborted else _Stood()
                     gone = _gone(fleet, subject, raised, now, stood.text)
                     if stood.text and subject.replica not in named:
@@ -316,7 +319,7 @@ def _aborted_just_now(fleet: MonitoredProcesses, subject: MonitoredProcess, now:
     """Whether it ended on SIGABRT, as a library does at a rank whose peer has left a collective out, and the state of
     that peer may not be known yet."""
     signal = subject.exit_event.detail.get("signal", "") if subject.exit_event is not None else ""
-    if subject.incarnation != UNCOUNTED or signal not in ABORT_SIGNALS:
+    if not subject.foreign or signal not in ABORT_SIGNALS:
         return False
     peers = (p for p in fleet.peers(subject) if p.replica == subject.replica and not p.gone and p.sample is not None)
     known = all(p.sample.wall_at + p.offset_seconds >= subject.exit_wall for p in peers)  # type: ignore[union-attr]
@@ -326,7 +329,7 @@ def _aborted_just_now(fleet: MonitoredProcesses, subject: MonitoredProcess, now:
 def is_ending(subject: MonitoredProcess, raised: ReceivedException) -> bool:
     """Whether the process, alive, ends by this exception of its own, which nothing caught. What only tells of a lost
     peer waits for the exit. A thread may go on with the work."""
-    if subject.incarnation != UNCOUNTED or not raised.event.detail.get(UNCAUGHT) or is_consequence(raised.event):
+    if not subject.foreign or not raised.event.detail.get(UNCAUGHT) or is_consequence(raised.event):
         return False
     return subject.sample is None or subject.sample.step <= step_of(raised)
 
@@ -354,7 +357,7 @@ def _grace_seconds(fleet: MonitoredProcesses, subject: MonitoredProcess) -> floa
     shows. Samples make short phases longer than they are: what a process measured of its own work tells them, too, of
     which a step is taken to be at most twice as long."""
     usual = [fleet.gaps.median(subject.group, phase) for phase in (Phase.WAIT, Phase.STEP)]
-    if subject.incarnation != UNCOUNTED or not any(usual):
+    if not subject.foreign or not any(usual):
         return EXCEPTION_GRACE_SECONDS
     own = fleet.gaps.median(subject.group, UNITS)
     steps = min(2 * sum(usual), 4 * own) if own else 2 * sum(usual)
@@ -368,7 +371,7 @@ def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: Receiv
     last = last_exception(fleet, peer)
     has_failed = last is not None and last.received_wall >= raised.received_wall
     # A rank of the runtime goes on after an exception that tells of a lost peer; any other one ends with it.
-    if has_failed and last is not None and (blames_code(last) or peer.incarnation == UNCOUNTED):
+    if has_failed and last is not None and (blames_code(last) or peer.foreign):
         return False
     step = step_of(raised)
     if step >= 0:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess
@@ -96,7 +95,7 @@ class DeadRoleStage(Stage):
             self.state.pop(dead.role, None)
             return
         began = ended_at(dead.gone[0])
-        if any(s.incarnation != UNCOUNTED for s in dead.gone):
+        if not all(s.foreign for s in dead.gone):
             if about:
                 tick.findings = [f for f in tick.findings if not _is_of_waiting(f, dead.waiting, began)]
             return

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED
 from rolecall.core.text import plain
 from rolecall.detector.base.findings import ADVISES, EXIT, LOG_FILE
 from rolecall.detector.live.monitored_process import MonitoredProcess
@@ -48,7 +47,7 @@ def reason_of(subject: MonitoredProcess) -> RayReason | None:
 def awaits_word(subject: MonitoredProcess, now: float) -> bool:
     """Whether Ray's logs may still say why it has ended."""
     exited = subject.exit_event
-    is_worker = subject.incarnation == UNCOUNTED and exited is not None and bool(exited.detail.get(RAY_WORKER))
+    is_worker = subject.foreign and exited is not None and bool(exited.detail.get(RAY_WORKER))
     return is_worker and subject.ray_event is None and now - subject.exit_wall < WORD_SECONDS
 
 
@@ -74,7 +73,7 @@ def _subject(fleet: MonitoredProcesses, found: Finding) -> MonitoredProcess | No
 
 def _explained(fleet: MonitoredProcesses, found: Finding) -> Finding:
     subject = _subject(fleet, found)
-    if subject is None or subject.ray_event is None or subject.incarnation != UNCOUNTED:
+    if subject is None or subject.ray_event is None or not subject.foreign:
         return found
     detail, reason = subject.ray_event.detail, reason_of(subject)
     text = plain(detail.get("text", ""), TEXT_CHARACTERS_MAX)
@@ -106,7 +105,7 @@ def _by_node(fleet: MonitoredProcesses, findings: Iterable[Finding]) -> list[Fin
 
 
 def _is_lost(subject: MonitoredProcess) -> bool:
-    return subject.incarnation == UNCOUNTED and reason_of(subject) is RayReason.NODE_LOST
+    return subject.foreign and reason_of(subject) is RayReason.NODE_LOST
 
 
 def _lost_node(fleet: MonitoredProcesses, node: str, group: Sequence[Finding]) -> Finding:

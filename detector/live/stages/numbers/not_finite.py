@@ -7,7 +7,6 @@ runtime a second computation decides: wrong_numbers.py.)
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import ADVISES, NOT_FINITE, settles
 from rolecall.detector.live.monitored_process import NOT_FINITE_SECONDS, MonitoredProcess
@@ -32,7 +31,7 @@ class NotFiniteStage(Stage):
         groups: dict[str, list[MonitoredProcess]] = {}
         for subject in tick.fleet.current():
             seen = subject.not_finite
-            if seen.count and subject.incarnation == UNCOUNTED and tick.now - seen.newest <= NOT_FINITE_SECONDS:
+            if seen.count and subject.foreign and tick.now - seen.newest <= NOT_FINITE_SECONDS:
                 groups.setdefault(subject.replica, []).append(subject)
         return [_finding(tick, ranks) for ranks in groups.values() if any(_reported(s, tick.now) for s in ranks)]
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED
 from rolecall.core.text import counted
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import finding, names
@@ -68,9 +67,7 @@ class SkippedCollectiveStage(Stage):
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
         self._learn(tick)
         replicas = {
-            s.replica
-            for s in tick.fleet.current()
-            if s.incarnation == UNCOUNTED and (s.gone or s.stall.wall >= STANDING_SECONDS)
+            s.replica for s in tick.fleet.current() if s.foreign and (s.gone or s.stall.wall >= STANDING_SECONDS)
         }
         found = (self._judge(tick, replica) for replica in sorted(replicas))
         return [f for f in found if f is not None]
@@ -79,7 +76,7 @@ class SkippedCollectiveStage(Stage):
         counting = {
             s.replica
             for s in tick.fleet.current()
-            if s.incarnation == UNCOUNTED and s.rank == 1 and s.sample and s.sample.collectives_at_begin >= 0
+            if s.foreign and s.rank == 1 and s.sample and s.sample.collectives_at_begin >= 0
         }
         for replica in counting:
             ranks = list(tick.fleet.roster.of_replica(replica).values())

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.monitored_process import TRACED_STATE, MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding
@@ -33,7 +32,7 @@ def suspended(fleet: MonitoredProcesses, processes: Iterable[MonitoredProcess]) 
     together: dict[str, bool] = {}
     found: dict[tuple[str, str], Suspended] = {}
     for s in processes:
-        if s.incarnation != UNCOUNTED or not s.stopped:
+        if not s.foreign or not s.stopped:
             continue
         if s.sample is not None and s.sample.proc_state == TRACED_STATE:
             reason = "traced by a debugger (state t)"

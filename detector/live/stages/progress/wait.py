@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import UNCOUNTED, Phase
+from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.monitored_process import (
     MonitoredProcess,
@@ -41,7 +41,7 @@ class WaitStage(Stage):
         replicas = {
             s.replica: s
             for s in tick.fleet.current()
-            if s.incarnation == UNCOUNTED and s.phase == Phase.WAIT and s.stall.wall >= floor and s.experienced
+            if s.foreign and s.phase == Phase.WAIT and s.stall.wall >= floor and s.experienced
         }
         accused = {s.replica for f in tick.findings if f.fault_class is not FaultClass.CANNOT_TELL for s in f.suspects}
         for replica in replicas.keys() - accused:
@@ -95,7 +95,7 @@ def _engines(tick: Tick, accused: set[str]) -> list[MonitoredProcess]:
     return [
         s
         for s in tick.fleet.roster.of_role(ENGINES).values()
-        if s.incarnation == UNCOUNTED and not s.gone and not s.finished and s.sample is not None
+        if s.foreign and not s.gone and not s.finished and s.sample is not None
         if s.replica not in accused and (not s.reports or s.stall.wall >= floor)
     ]
 

@@ -14,6 +14,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.recovery.advice import what_to_do
 from tests.detector.live import torchrun_job
 
 pytestmark = pytest.mark.usefixtures("incarnation")
@@ -364,9 +365,11 @@ def test_what_is_stopped_on_purpose_is_told_and_not_accused(
     job.stand(waiting | {n: {"phase": phase, "proc_state": state} for n in stopped})
     for n in stopped:
         job.ranks[n].beats, job.ranks[n].cpu = False, 0.0
+    job.events.append(job._event(AgentEventKind.NCCL, 2, {"what": "suspicious", "communicator": "a", "pids": "102"}))
     (found,) = job.run(40.0)
     assert found.fault_class is FaultClass.CANNOT_TELL and [s.rank for s in found.suspects] == stopped
-    assert says in found.because and job.detector.suspicions == ()
+    assert says in found.because and job.detector.suspicions == () and what_to_do(found).startswith("to let ")
+    job.events.append(job._event(AgentEventKind.NCCL, 2, {"what": "advances", "communicator": "a"}))
     for rank in job.ranks:
         rank.fixed, rank.cpu, rank.beats = {}, 0.9, True
     assert job.run(3.0) == []

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.base.findings import settles
+from rolecall.detector.base.findings import ADVISES, SUSPENDED
 from rolecall.detector.live.monitored_process import TRACED_STATE, MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding
 
@@ -25,6 +25,7 @@ class Suspended:
 
     members: list[MonitoredProcess]
     reason: str
+    advice: str
 
 
 def suspended(fleet: MonitoredProcesses, processes: Iterable[MonitoredProcess]) -> list[Suspended]:
@@ -35,7 +36,7 @@ def suspended(fleet: MonitoredProcesses, processes: Iterable[MonitoredProcess]) 
         if not s.foreign or not s.stopped:
             continue
         if s.sample is not None and s.sample.proc_state == TRACED_STATE:
-            reason = "traced by a debugger (state t)"
+            reason, advice = "traced by a debugger (state t)", "to let it go on, end the debugger"
         else:
             if s.group not in together:
                 since = s.seen_wall - _stopped_seconds(s)
@@ -44,7 +45,8 @@ def suspended(fleet: MonitoredProcesses, processes: Iterable[MonitoredProcess]) 
             if not together[s.group]:
                 continue
             reason = "stopped (state T) together with all ranks of their job, as by Ctrl-Z or a scheduler"
-        found.setdefault((s.replica, reason), Suspended([], reason)).members.append(s)
+            advice = "to let them go on, resume the job as it was stopped (fg, scontrol resume, kill -CONT)"
+        found.setdefault((s.replica, reason), Suspended([], reason, advice)).members.append(s)
     return list(found.values())
 
 
@@ -70,7 +72,7 @@ def suspended_finding(group: Suspended, now: float) -> Finding:
         "seems, so nothing is replaced"
     )
     return finding(
-        "suspended",
+        SUSPENDED,
         members,
         FaultClass.CANNOT_TELL,
         onset=min(s.onset_wall(_stopped_seconds(s)) for s in members),
@@ -79,6 +81,6 @@ def suspended_finding(group: Suspended, now: float) -> Finding:
         because=because,
         evidence=(
             Evidence(kind="proc_state", text=group.reason, values={"seconds": seconds}),
-            settles("whoever stopped it: end the debugger, or send SIGCONT"),
+            Evidence(kind=ADVISES, text=group.advice),
         ),
     )

@@ -112,7 +112,7 @@ def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProce
     return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
 
 
-def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
+def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> Sequence[MonitoredProcess]:
     """Members of the suspects' collectives: all processes of a role that counts collectives."""
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]

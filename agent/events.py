@@ -2,8 +2,9 @@
 
 An event is written to the file before it is visible, so a reader that keeps the last `seq` misses nothing across a
 SIGKILL of the agent (at-least-once delivery). A torn last line is cut off at the next start. The file is trimmed to the
-newest NUM_KEPT events when it reaches twice as many; numbers never restart while the file exists. `sync()` flushes to
-disk; a node crash may reuse the numbers of the last second."""
+newest NUM_KEPT events when it reaches twice as many, and to older registrations of processes that have not exited: a
+watch that starts later learns only from them which job a process is of. Numbers never restart while the file exists.
+`sync()` flushes to disk; a node crash may reuse the numbers of the last second."""
 
 import asyncio
 import errno
@@ -14,8 +15,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, replace
+from itertools import chain, takewhile
 from pathlib import Path
 
 from rolecall.core.clock import Clock
@@ -25,6 +26,7 @@ from rolecall.core.telemetry import AgentEvent, AgentEventKind
 logger = logging.getLogger(__name__)
 
 NUM_KEPT = 2000
+"""The newest; older registrations are at most a quarter as many: about two for each process of a full node."""
 DETAIL_CHARACTERS_MAX = 2000
 """Per value in `detail`; longer ones are truncated."""
 
@@ -53,7 +55,8 @@ class EventLog:
         self._path, self._node, self._clock, self._num_kept = path, node, clock, num_kept
         self._changed = threading.Condition()
         self._arrivals: set[Callable[[], object]] = set()  # called after each event
-        self._events: deque[AgentEvent] = deque(maxlen=num_kept)
+        self._events: deque[AgentEvent] = deque()  # the newest
+        self._registered: deque[AgentEvent] = deque(maxlen=num_kept // 4)  # older, of processes that have not exited
         self._newest = 0
         self._lines = 0
         self._dirty = False
@@ -75,15 +78,34 @@ class EventLog:
         for line in whole.splitlines():
             self._lines += 1
             try:
-                event = AgentEvent.from_dict(json.loads(line))
+                event = self._of_this_node(AgentEvent.from_dict(json.loads(line)))
             except (ValueError, TypeError, KeyError):
                 damaged += 1
                 continue
+            self._make_room(event)
             self._events.append(event)
             self._newest = max(self._newest, event.seq)
         if damaged:
             logger.warning("%s: %d damaged lines are ignored", self._path, damaged)
             self._newest += damaged  # their numbers may have been issued
+
+    def _of_this_node(self, event: AgentEvent) -> AgentEvent:
+        """The node may have been renamed since; a reader takes events of the present name only."""
+        if event.node == self._node:
+            return event
+        process = None if event.process is None else replace(event.process, node=self._node)
+        return replace(event, node=self._node, process=process)
+
+    def _make_room(self, event: AgentEvent) -> None:
+        """For this one, which comes next."""
+        if len(self._events) >= self._num_kept:
+            oldest = self._events.popleft()
+            is_registered = oldest.kind is AgentEventKind.REGISTERED and oldest.process is not None
+            if is_registered and not self.has(AgentEventKind.EXITED, oldest.process):
+                self._registered.append(oldest)
+        if event.kind is AgentEventKind.EXITED:
+            of_living = (e for e in self._registered if e.process != event.process)
+            self._registered = deque(of_living, self._registered.maxlen)
 
     def append(
         self,
@@ -113,6 +135,7 @@ class EventLog:
                 incarnation=incarnation,
                 detail=cut,
             )
+            self._make_room(event)
             self._write(event)
             self._events.append(event)
             self.num_by_kind[str(kind)] += 1
@@ -143,8 +166,8 @@ class EventLog:
                 logger.warning("%s could not be shortened: %s", self._path, e)
 
     def _shorten(self, newest: AgentEvent) -> None:
-        """Atomically rewrites the file with the newest events."""
-        kept = [*list(self._events)[-(self._num_kept - 1) :], newest]
+        """Atomically rewrites the file with the events that are kept."""
+        kept = [*self._registered, *self._events, newest]
         temporary = self._path.with_suffix(".tmp")
         text = "".join(json.dumps(e.to_dict(), separators=(",", ":")) + "\n" for e in kept)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -169,10 +192,13 @@ class EventLog:
             self._changed.wait_for(lambda: self._newest != seq, timeout=seconds)
             if seq > self._newest:
                 seq = 0
-            events = tuple(takewhile(lambda e: e.seq > seq, reversed(self._events)))[::-1][:limit]
+            newest = tuple(takewhile(lambda e: e.seq > seq, reversed(self._events)))[::-1]
+            older = tuple(e for e in self._registered if e.seq > seq)
             first = self._events[0].seq if self._events else self._newest + 1
-            lost = max(0, first - seq - 1) if seq > 0 else 0
-            after_wall_at = next((e.wall_at for e in reversed(self._events) if e.seq == seq), 0.0)
+            lost = max(0, first - seq - 1 - len(older)) if seq > 0 else 0
+            kept = chain(reversed(self._events), self._registered)
+            after_wall_at = next((e.wall_at for e in kept if e.seq == seq), 0.0)
+            events = (*older, *newest)[:limit]
             return EventPage(events=events, newest=self._newest, lost=lost, after_wall_at=after_wall_at)
 
     def nothing_after(self, seq: int) -> EventPage | None:
@@ -205,8 +231,8 @@ class EventLog:
             timer.cancel()
             self._arrivals.discard(arrived)
 
-    def has(self, kind: AgentEventKind, process: ProcessId) -> bool:
-        """Whether such an event of this process is still kept."""
+    def has(self, kind: AgentEventKind, process: ProcessId | None) -> bool:
+        """Whether such an event of this process is among the newest."""
         with self._changed:
             return any(e.kind is kind and e.process == process for e in reversed(self._events))
 

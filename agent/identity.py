@@ -15,7 +15,12 @@ INCARNATION_MAX = 1 << 40
 
 
 class ClaimRejected(Exception):
-    """A message of a process was rejected; the text says why."""
+    """A message of a process was rejected; the text says why. `for_now`: it may be accepted later, once another process
+    has ended."""
+
+    def __init__(self, reason: str, *, for_now: bool = False) -> None:
+        self.for_now = for_now
+        super().__init__(reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

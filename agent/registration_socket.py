@@ -1,8 +1,9 @@
 """The agent's Unix socket: one JSON line in, one JSON line out, then closed.
 
 `{"kind": "register", pid, start_ticks, replica, rank, incarnation, secret}`, `{"kind": "exception", ..., number,
-detail}`, `{"kind": "finished", ..., reason}`. The sender is identified by the kernel (SO_PEERCRED), never by the
-message. One thread serves all connections; a slow one blocks no other and is closed after a deadline. Beyond
+detail}`, `{"kind": "finished", ..., reason}`. A refusal has a `reason`; `for_now` says that the same may be accepted
+later, `retry` that the agent failed at it. The sender is identified by the kernel (SO_PEERCRED), never by the message.
+One thread serves all connections; a slow one blocks no other and is closed after a deadline. Beyond
 `CALLS_PER_SECOND_MAX` callers wait, which bounds the CPU cost of a process that calls in a loop."""
 
 import contextlib
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.collectors.base import LoggedOnce
 from rolecall.agent.data_dir import remove
 from rolecall.agent.identity import ClaimRejected
 from rolecall.agent.reporter.sender import socket_address
@@ -63,6 +65,7 @@ class RegistrationServer:
         self._open: dict[int, _RegistrationPeer] = {}
         self.num_malformed = 0  # not JSON, unknown kind, or too long
         self._complained_at = float("-inf")
+        self._logged = LoggedOnce()
         self._second_at, self._num_in_second = clock.monotonic(), 0
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
@@ -166,15 +169,19 @@ class RegistrationServer:
         try:
             answerer(peer_pid, message)
         except ClaimRejected as error:
-            now = self._clock.monotonic()
-            if now - self._complained_at >= COMPLAINT_SECONDS:
-                self._complained_at = now
-                logger.warning("process %d: %s", peer_pid, error)
-            return {"ok": False, "reason": str(error)}
+            self._complain(f"process {peer_pid}: {error}", again=not error.for_now)
+            return {"ok": False, "reason": str(error), "for_now": error.for_now}
         except Exception:  # one bad message must not stop the server
             logger.exception("handling a message of process %d failed", peer_pid)
             return {"ok": False, "retry": True, "reason": "the agent failed at this message"}
         return {"ok": True}
+
+    def _complain(self, text: str, *, again: bool) -> None:
+        """`again`: also if it has been logged before."""
+        now = self._clock.monotonic()
+        if now - self._complained_at >= COMPLAINT_SECONDS and (self._logged.is_new(text) or again):
+            self._complained_at = now
+            logger.warning("%s", text)
 
     def _malformed(self, reason: str) -> dict[str, Any]:
         self.num_malformed += 1

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 NUM_EXITS_MAX = 4096
 """Bound on counted pairs of rank and cause; further ones are not counted."""
 NUM_PROCESSES_MAX = 256
-"""Live registered processes; further ones are refused."""
+"""Live registered processes; further ones are refused until one of them ends."""
 REFUSED_SECONDS = 5.0
 """Minimum time between two REFUSED events."""
 EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
@@ -97,6 +97,7 @@ class Registry:
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
         self._refused_at = float("-inf")
+        self._refusals = LoggedOnce()
         self._numbered = LoggedOnce()
         self.num_torn = 0
 
@@ -127,11 +128,12 @@ class Registry:
             raise
 
     def _refused(self, peer_pid: int, reason: str) -> None:
-        """Counts a rejected claim; at most one event per REFUSED_SECONDS, so that a loop cannot fill the disk."""
+        """Counts a rejected claim. A claim that is repeated is one event, and there is at most one per REFUSED_SECONDS,
+        so that a loop cannot fill the disk."""
         with self._lock:
             self.num_refused += 1
             now = self._clock.monotonic()
-            if now - self._refused_at < REFUSED_SECONDS:
+            if now - self._refused_at < REFUSED_SECONDS or not self._refusals.is_new(f"{peer_pid} {reason}"):
                 return
             self._refused_at = now
         self._events.append(AgentEventKind.REFUSED, detail={"reason": reason, "pid": str(peer_pid)})
@@ -153,14 +155,14 @@ class Registry:
     def _admit(self, claim: Registration, detail: dict[str, str], claimed: tuple[str, int, int] | None = None) -> None:
         """Adds a process. Raises ClaimRejected: too many, its rank is taken, or it has ended."""
         if self.num_live() >= NUM_PROCESSES_MAX:
-            raise ClaimRejected(f"{NUM_PROCESSES_MAX} processes are registered already")
+            raise ClaimRejected(f"{NUM_PROCESSES_MAX} processes are registered already", for_now=True)
         before = self._others_in(claim)
         tracked = self._track(claim, claimed)
         try:
             self._watch(tracked)
         except WatchRefused as e:
             self._forget(tracked)
-            raise ClaimRejected(str(e)) from None
+            raise ClaimRejected(str(e), for_now=not e.gone) from None
         for other in before:
             # Processes that rolecall did not start share an incarnation: drop the dead one in favour of its successor.
             if claim.incarnation == UNCOUNTED and other.exited_at is not None:
@@ -187,7 +189,8 @@ class Registry:
             # The kernel decides, because the exit watch may lag.
             if other.exited_at is None and other.probe.read().proc_state not in ("?", "Z", "X"):
                 raise ClaimRejected(
-                    f"{claim.replica}:{claim.rank}#{claim.incarnation} is process {other.registration.process}"
+                    f"{claim.replica}:{claim.rank}#{claim.incarnation} is process {other.registration.process}",
+                    for_now=True,
                 )
         return others
 
@@ -330,6 +333,7 @@ class Registry:
                 except WatchRefused as e:
                     if not e.gone:
                         raise
+                    tracked.log_file, tracked.of_raylet = "", False  # of whatever has its PID now
                     self._ended(tracked, ExitStatus(), away=True)
             self._save()
             self._remove_foreign_pages()

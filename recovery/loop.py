@@ -99,6 +99,10 @@ DAMAGED_TICKS_MAX = 5
 UNAVAILABLE_TICKS_MAX = 300
 """The same for a journal that cannot be used (a full disk, a server that restarts), at least 150 s: a new process would
 have the same journal and would have forgotten what the detectors have seen. A run waits 120 s for it."""
+OUTAGE_PAGED_SECONDS = 30.0
+"""A server that restarts or fails over is back by then."""
+OUTAGE = "journal"
+"""Topic of the page for a journal that cannot be used."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 LATE_EXIT_SECONDS = 60.0
 """What an action was to end and still runs so long after it failed, or after its incident closed, runs on. Until then
@@ -167,6 +171,8 @@ class Watch:
         self._lost_at: dict[tuple[str, int], float] = {}  # incarnation -> when it was first seen lost, the same
         self._diagnoses: list[Diagnosis] = []  # of this tick
         self._paged_of: set[tuple[str, float]] = set()  # full disks of which on-call was told without the journal
+        self._outage_since: float | None = None  # of the journal, monotonic seconds
+        self._outage_paged = False
         self._cached_fleet: FleetView | None = None
         self._places = RunPlaces(scheduled=actuator.schedules)
         self._windows_to_keep: list[str] = []
@@ -195,13 +201,14 @@ class Watch:
             try:
                 self.tick()
                 failures = 0
+                self._outage_since, self._outage_paged = None, False
             except Exception as e:
                 # Deliberate: a busy or unavailable database, or a bug in one decision, must not end the watch. All
                 # state is in the journal, so the next tick starts from it; repeated failure ends the process.
                 failures += 1
                 logger.exception("tick failed (%d in a row)", failures)
                 if isinstance(e, JournalUnavailable):
-                    self._page_of_full_disk()
+                    self._page_of_outage(e)
                 if failures >= failed_ticks_max(e):
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
@@ -606,14 +613,23 @@ class Watch:
             paged = OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
             self._write(paged, key=key, incident=incident)
 
-    def _page_of_full_disk(self) -> None:
-        """On-call frees space only if told, and the page's record must wait until there is space: the message is sent
-        without it, and again with it. Only by the leader, and once for each time that the disk is full."""
-        for diagnosis in self._diagnoses if self._lease is not None else ():
+    def _page_of_outage(self, error: JournalUnavailable) -> None:
+        """A journal comes back only if on-call is told, and the page's record must wait until then: the message is sent
+        without it. Only by the leader, and once: at once for each time that a disk is full, which is reported again
+        with its incident; else when the outage lasts."""
+        now = self._clock.monotonic()
+        since = self._outage_since = now if self._outage_since is None else self._outage_since
+        if self._lease is None:
+            return
+        for diagnosis in self._diagnoses:
             if FULL_DISK in diagnosis.detectors and (diagnosis.key, diagnosis.onset) not in self._paged_of:
                 because = f"{diagnosis.because}, and the journal cannot be written; {diagnosis.advice}"
                 if self._notifications.send_unrecorded(FULL_DISK, because):
                     self._paged_of.add((diagnosis.key, diagnosis.onset))
+                    self._outage_paged = True
+        if not self._outage_paged and now - since >= OUTAGE_PAGED_SECONDS:
+            because = f"nothing is repaired: for {now - since:.0f} s {error}"
+            self._outage_paged = self._notifications.send_unrecorded(OUTAGE, because)
 
     def _facts(self) -> dict[str, object]:
         return {

@@ -1,10 +1,10 @@
 """The reporter's side thread: sends registration and rare events to the agent over its Unix socket.
 
 Callers enqueue a message and continue. One message is one connection: a JSON line out, a JSON line back (`{"ok": true}`
-or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers, and repeated to an agent that
-starts later, which may have lost it: a missing or restarting agent never delays training. Everything sent is also on
-the state page, which the agent reads once more after the process's exit: a lost message only delays its event. Standard
-library only."""
+or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers. It is repeated to an agent that
+starts later, which may have lost it, and to one that refuses it for now, as while the former process of the rank lives:
+a missing or restarting agent never delays training. Everything sent is also on the state page, which the agent reads
+once more after the process's exit: a lost message only delays its event. Standard library only."""
 
 import hashlib
 import json
@@ -30,7 +30,8 @@ RETRY_SECONDS_MAX = 2.0
 NUM_ATTEMPTS_EVENT = 5
 """Attempts to send an event, which is on the page anyway; registration is retried forever."""
 AGENT_CHECK_SECONDS = 5.0
-"""Between two looks at the agent's socket, which a new agent replaces."""
+"""Between two looks at the agent's socket, which a new agent replaces; and between two registrations that are refused
+for now. 256 processes that wait for a place cost the agent 50 messages a second."""
 NUM_QUEUED_MAX = 64
 REPLY_BYTES_MAX = 4096
 NUM_FRAMES_MAX = 20
@@ -74,7 +75,11 @@ _short_names: dict[str, str] = {}
 
 
 class RegistrationRefused(Exception):
-    """The agent rejected the message."""
+    """The agent rejected the message. `for_now`: it may accept the same later."""
+
+    def __init__(self, reason: str, *, for_now: bool = False) -> None:
+        self.for_now = for_now
+        super().__init__(reason)
 
 
 def socket_address(path: Path) -> tuple[str, int | None]:
@@ -116,7 +121,7 @@ def send_message(path: Path, message: Mapping[str, Any], seconds: float) -> None
     if not isinstance(answer, dict) or answer.get("retry"):
         raise ConnectionError("the agent failed to handle it")
     if answer.get("ok") is not True:
-        raise RegistrationRefused(str(answer.get("reason", "")))
+        raise RegistrationRefused(str(answer.get("reason", "")), for_now=answer.get("for_now") is True)
 
 
 class ReporterClient:
@@ -129,7 +134,8 @@ class ReporterClient:
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
         self._newest_identity = 0
         self._registration: dict[str, Any] | None = None  # the newest
-        self._registered_at: tuple[int, int] | None = None  # the socket that it was sent to
+        self._registered_at: tuple[int, int] | None = None  # the socket that it was sent to; None: refused for now
+        self._refusal = ""  # the newest
         self._heard = True  # whether the last attempt reached an agent
         threading.Thread(target=self._run, name="rolecall-sender", daemon=True).start()
 
@@ -187,7 +193,11 @@ class ReporterClient:
                 return
             except RegistrationRefused as e:
                 self._heard = True
-                logger.warning("the agent refused %s: %s", message["kind"], e)
+                if e.for_now:
+                    self._registered_at = None  # it is sent again, as to a new agent
+                if str(e) != self._refusal:
+                    logger.warning("the agent refused %s: %s", message["kind"], e)
+                self._refusal = str(e)
                 return
             except OSError:
                 self._heard = False

@@ -48,6 +48,10 @@ class InvalidAgentResponse(ValueError):
     """An invalid response of an agent; the message gives the field and the reason."""
 
 
+class OtherNode(InvalidAgentResponse):
+    """The agent is that of another node."""
+
+
 def checked_events(value: object, node: str) -> EventBatch:
     """Raises InvalidAgentResponse."""
     response = _mapping(value, "events")
@@ -229,7 +233,7 @@ def _check_ids(role: str, replica: str) -> None:
 
 def _own(said: str, node: str) -> None:
     if said != node:
-        raise InvalidAgentResponse(f"node: the agent of {node} answers for {said[:64]!r}")
+        raise OtherNode(f"node: the agent of {node} answers for {said[:64]!r}")
     if not ID_PATTERN.match(said):
         raise InvalidAgentResponse(f"node: {said[:64]!r} is not an id")
 

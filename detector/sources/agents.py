@@ -30,7 +30,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEvent, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.stages.nodes.agent_lost import REFUSED
-from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_news
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, OtherNode, checked_news
 
 HEAD_BYTES_MAX = 16 << 10
 
@@ -198,6 +198,7 @@ class _Agent:
     failing_since: float = 0.0  # wall seconds; 0: it responds
     clock_then: float = 0.0  # the wall clock less the monotonic one at that time
     reason: str = ""
+    is_other: bool = False  # it answers for another node
     excused_since: float | None = None  # loop time; no response so far, possibly because this loop is late
 
 
@@ -214,7 +215,8 @@ def wait_seconds(timeout_seconds: float, since_event: float) -> float:
 class AgentsSource:
     """`agents()` gives node -> URL, is called from `start` and `poll` only, and may raise OSError or ValueError.
     `poll_seconds`: interval for fetching samples. `authorization`, `tls`: for agents with authentication or HTTPS.
-    `forgets`: an agent that is no longer listed is dropped, instead of being treated as restarting."""
+    `forgets`: an agent that is no longer listed is dropped, instead of being treated as restarting. `doubt`: is called
+    before `agents` with each node whose agent answers for another node."""
 
     def __init__(
         self,
@@ -226,8 +228,9 @@ class AgentsSource:
         authorization: str = "",
         tls: ssl.SSLContext | None = None,
         forgets: bool = False,
+        doubt: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._forgets = forgets
+        self._forgets, self._doubt = forgets, doubt
         self._list_agents, self._clock, self._poll_seconds = agents, clock, poll_seconds
         self._limits = limits or AgentClientLimits()
         self._authorization, self._tls = authorization, tls
@@ -308,6 +311,10 @@ class AgentsSource:
         if self._closed or now - self._listed_at < AGENTS_SECONDS:
             return
         self._listed_at = now
+        for agent in self._agents.values():
+            if agent.is_other:
+                agent.is_other = False
+                self._doubt(agent.node)
         try:
             listed = dict(self._list_agents())
         except (OSError, ValueError) as e:
@@ -349,6 +356,7 @@ class AgentsSource:
                 if not self._excused(agent):
                     self._failed(agent, str(e))
             except InvalidAgentResponse as e:
+                agent.is_other = isinstance(e, OtherNode)
                 self._failed(agent, f"invalid response: {e}")
             except Exception as e:  # deliberate: no response may end the agent's task
                 logger.exception("listening to the agent of %s", agent.node)

@@ -44,7 +44,18 @@ JournalOption = Annotated[
 ]
 HELP_CHARS_MAX = 1000
 """Of a first sentence in the list of commands: none is cut."""
-SecondsOption = Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")]
+FOR_SECONDS_MAX = 31 * 86_400.0
+
+
+def _checked_seconds(seconds: float | None) -> float | None:
+    if seconds is not None and not 0 < seconds <= FOR_SECONDS_MAX:  # not a number is refused, too
+        raise ConfigError([f"--for: must be above 0 and at most {FOR_SECONDS_MAX:g} s, got {seconds:g}"])
+    return seconds
+
+
+SecondsOption = Annotated[
+    float | None, typer.Option("--for", callback=_checked_seconds, help="Stop after this many seconds.")
+]
 
 
 _TYPE = re.compile(r"<(?:list\[)?(\w+)\]?(?: range)?>(?:\.\.\.)?")

@@ -1,6 +1,7 @@
 """Commands on live metrics: `watch run|agents|prometheus|recording` and `record run|prometheus`."""
 
 import datetime
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -196,10 +197,21 @@ def watch_agents(
     Exit code 1 if a fault was found."""
     from rolecall.core.clock import SystemClock
     from rolecall.core.config.watched import load_watched
+    from rolecall.recovery.notifications.target import target_of
     from rolecall.terminal.watch import JobLines, JobScreen
-    from rolecall.watch.agents import AgentsFile, is_file, listed, named_agents, node_of, observing_run
+    from rolecall.watch.agents import (
+        AgentsFile,
+        former_agents,
+        is_file,
+        listed,
+        named_agents,
+        node_of,
+        observing_run,
+        watched_job,
+    )
     from rolecall.watch.panels import authorization
     from rolecall.watch.run import watch_run as start
+    from rolecall.watch.server import check_available
 
     endpoint = _metrics_endpoint(metrics, web_config)
     header = authorization(credentials, {})
@@ -209,17 +221,22 @@ def watch_agents(
         return node_of(url, header)
 
     run_id = run_id or f"watch-{datetime.datetime.now():%m%d-%H%M%S}"
+    # Nothing may fail after the run is written: it would be the latest one, or that of a watch that runs.
+    target_of(watched_job(run_id, webhook or None, watched).recovery, os.environ)
+    if endpoint is not None:
+        check_available(endpoint.address)
 
     def keep(found: Mapping[str, str]) -> None:
         observing_run(runs, run_id, found, webhook or None, watched)
 
-    file = AgentsFile(Path(agents), ask, keep, SystemClock()) if is_file(agents) else None
-    found = file.first() if file else named_agents(listed(agents), ask)
+    former = former_agents(runs, run_id)
+    file = AgentsFile(Path(agents), ask, keep, SystemClock(), former) if is_file(agents) else None
+    found = file.first() if file else named_agents(listed(agents), ask, former)
     run = observing_run(runs, run_id, found, webhook or None, watched)
     nodes = ", ".join(list(found)[:NODES_SHOWN_MAX]) + (", ..." if len(found) > NODES_SHOWN_MAX else "")
     progress(f"watching {counted(len(found), 'node')} ({nodes}); incidents: rolecall incidents --run {run.shell_name}")
     with _display(as_json, JobLines(out), JobScreen) as display:
-        return start(run, seconds, header, file.urls if file else None, endpoint, show=display.show, only_job=job)
+        return start(run, seconds, header, file, endpoint, show=display.show, only_job=job)
 
 
 @watch.command(

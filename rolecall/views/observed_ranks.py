@@ -37,6 +37,8 @@ EXITED_KEPT_SECONDS = 60.0
 """How long a rank that exited is kept while others run: after that it belongs to an earlier job."""
 RANKS_MAX = 4096
 """Ranks that are kept, the first by name: 4,096 are 900 kB a write."""
+OFFSET_SECONDS_MIN = 1.0
+"""A node's clock that is off by less cannot be told from a late answer."""
 DIGITS = 4
 """Of the numbers that are kept of a rank."""
 
@@ -46,8 +48,8 @@ REGISTERED_MAX = 65_536
 
 @dataclass(frozen=True, slots=True)
 class ObservedRank:
-    """`step` is -1 and `progress_at` None for a rank that does not use the reporter. Times are wall seconds. What is
-    not known is None or empty."""
+    """`step` is -1 and `progress_at` None for a rank that does not use the reporter. Times are wall seconds of the
+    watch. What is not known is None or empty."""
 
     replica: str
     rank: int
@@ -147,6 +149,7 @@ class RecordedRanks:
         self._newest: dict[tuple[str, int, str], ProcessSample] = {}
         self._registered: dict[ProcessId, Registration] = {}
         self._paces: dict[ProcessId, RankPace] = {}
+        self._offsets: dict[str, float] = {}  # node -> how far the watch's clock is ahead of its clock
         self._course: observed_course.Course | None = None
         self._wrote_at = float("-inf")
 
@@ -156,6 +159,7 @@ class RecordedRanks:
             if event.kind is AgentEventKind.REGISTERED and event.process is not None:
                 self._registered[event.process] = _registration(event, self._registered.get(event.process))
         for batch in seen.batches:
+            self._offsets[batch.node] = seen.wall_at - batch.wall_at
             for sample in batch.processes:
                 self._newest[sample.replica, sample.rank, str(sample.process.node)] = sample
                 self._paces.setdefault(sample.process, RankPace()).take(sample)
@@ -179,22 +183,27 @@ class RecordedRanks:
 
     def _drop_exited(self) -> None:
         if any(sample.alive for sample in self._newest.values()):
-            newest = max(sample.wall_at for sample in self._newest.values())
+            newest = max(self._by_our_clock(sample).wall_at for sample in self._newest.values())
             self._newest = {
                 key: sample
                 for key, sample in self._newest.items()
-                if sample.alive or newest - sample.wall_at <= EXITED_KEPT_SECONDS
+                if sample.alive or newest - self._by_our_clock(sample).wall_at <= EXITED_KEPT_SECONDS
             }
         here = {sample.process for sample in self._newest.values()}
         self._paces = {process: pace for process, pace in self._paces.items() if process in here}
         if len(self._registered) > REGISTERED_MAX:
             self._registered = {p: known for p, known in self._registered.items() if p in here}
 
+    def _by_our_clock(self, sample: ProcessSample) -> ProcessSample:
+        offset = self._offsets.get(sample.process.node, 0.0)
+        return sample if abs(offset) < OFFSET_SECONDS_MIN else replace(sample, wall_at=sample.wall_at + offset)
+
     def _write(self) -> None:
-        alive = {sample.process: sample for sample in self._newest.values() if sample.alive}
+        samples = [self._by_our_clock(s) for _, s in sorted(self._newest.items(), key=lambda item: item[0])]
+        alive = {sample.process: sample for sample in samples if sample.alive}
         ranks = [
             of_sample(s, self._registered.get(s.process, _UNKNOWN), self._paces.get(s.process))
-            for _, s in sorted(self._newest.items(), key=lambda item: item[0])[:RANKS_MAX]
+            for s in samples[:RANKS_MAX]
         ]
         try:
             if self._course is None:  # the watch before this one has begun it

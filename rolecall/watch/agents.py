@@ -25,13 +25,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.config.job import parse_job, read_yaml
+from rolecall.core.config.job import JobConfig, parse_job, read_yaml
 from rolecall.core.config.watched import WatchedConfig
-from rolecall.core.errors import ConfigError, JournalError, RolecallError
+from rolecall.core.errors import ConfigError, JournalError, RolecallError, RunNotFound
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import ID_PATTERN, ProcessId, checked_id, split_replica
 from rolecall.core.journal.database import redacted, run_url
@@ -65,6 +66,7 @@ NUM_PLACES_MAX = 65_536
 REPLICA_MAX = 999_999
 _IN_CONFIG = {"recovery", "detector", "journal"}
 """What run.json holds as parts of a job; a journal's URL may have a password."""
+NO_AGENTS: Mapping[str, str] = MappingProxyType({})
 Named = TypeVar("Named", ProcessSample, AgentEvent)
 
 
@@ -103,14 +105,37 @@ def url_of(entry: str) -> str:
     return named.group(2) if named else entry
 
 
-def named_agents(entries: list[str], query: Callable[[str], str] | None = None) -> dict[str, str]:
-    """node -> URL. Agents whose node is not named are queried for it concurrently. Raises ConfigError: agents that do
-    not answer, or two of one node."""
-    names, problems = resolve_names(entries, query or node_of)
+def named_agents(
+    entries: list[str], query: Callable[[str], str] | None = None, former: Mapping[str, str] = NO_AGENTS
+) -> dict[str, str]:
+    """node -> URL. Agents whose node is not named are queried for it concurrently. `former`: as `former_agents`. Raises
+    ConfigError: agents that do not answer and have no former node, or two of one node."""
+    answered, problems = resolve_names(entries, query or node_of)
+    names = _with_former(answered, entries, former)
     found, twice = _by_node(names.items())
-    if problems or twice:
+    if twice or len(names) < len(set(entries)):
         raise ConfigError(problems + twice)
+    for problem in problems:
+        logger.warning("%s", problem)
     return found
+
+
+def former_agents(root: Path, run_id: str) -> dict[str, str]:
+    """node -> URL as the former watch of this run knew them. Empty: there was none."""
+    try:
+        agents = RunDir(root / run_id).read().get("agents")
+    except (RunNotFound, OSError):
+        return {}
+    return {str(node): str(url) for node, url in agents.items()} if isinstance(agents, dict) else {}
+
+
+def _with_former(names: Mapping[str, str], entries: Iterable[str], former: Mapping[str, str]) -> dict[str, str]:
+    """entry -> node: `names`, and for an entry that does not answer the node that it had. A node that is down must be
+    found unreachable: one that is not watched looks recovered. `former`: node -> URL."""
+    taken = {*names.values()}
+    node_at = {url: node for node, url in former.items() if node not in taken}
+    silent = {e: node_at[url_of(e)] for e in entries if e not in names and url_of(e) in node_at}
+    return {**names, **silent}
 
 
 def _by_node(named: Iterable[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
@@ -200,25 +225,33 @@ class AgentsFile:
     """The current agents of a file.
 
     If it is damaged or missing, the last valid list is kept and the reason logged once. An agent that does not report
-    its node name is left out, logged once and queried again. Agents removed from the file are no longer watched.
+    its node name is logged once and queried again; until it answers it has its former node, or is left out if that is
+    not known either. Agents removed from the file are no longer watched.
 
     `ask`: node of an agent by its address; may raise like `node_of`. `keep`: called with the agents whenever
-    they change. Both are called in a separate thread, so that `urls` never blocks."""
+    they change. Both are called in a separate thread, so that `urls` never blocks. `former`: as `former_agents`."""
 
     def __init__(
-        self, path: Path, ask: Callable[[str], str], keep: Callable[[Mapping[str, str]], None], clock: Clock
+        self,
+        path: Path,
+        ask: Callable[[str], str],
+        keep: Callable[[Mapping[str, str]], None],
+        clock: Clock,
+        former: Mapping[str, str] = NO_AGENTS,
     ) -> None:
         self._path, self._ask, self._keep, self._clock = path, ask, keep, clock
-        self._names: dict[str, str] = {}  # entry -> node
-        self._found: dict[str, str] = {}  # node -> URL; replaced, never changed
+        self._names: dict[str, str] = {}  # entry -> node, of those that are named or have answered
+        self._found: Mapping[str, str] = former  # node -> URL; replaced, never changed
+        self._doubted: set[str] = set()  # nodes whose agents answer for another one
         self._read_state: tuple[int, int, int] | None = None
+        self._read_at = float("-inf")
         self._retry_at = float("inf")
         self._logged: set[str] = set()
         self._thread: threading.Thread | None = None
 
-    def first(self) -> dict[str, str]:
-        """The current agents: node -> URL. Waits for their answers. Raises ConfigError: the file is invalid, or none of
-        its agents reports its node."""
+    def first(self) -> Mapping[str, str]:
+        """The current agents: node -> URL. Waits for their answers. Raises ConfigError: the file is invalid, or the
+        node of none of its agents is known."""
         self._read_state = self._state()
         problems = self._resolve(entries_of(self._path))
         if not self._found:
@@ -231,10 +264,16 @@ class AgentsFile:
         if self._thread is None or not self._thread.is_alive():
             state = self._state()
             if state != self._read_state or self._clock.monotonic() >= self._retry_at:
-                self._read_state = state
+                self._read_state, self._read_at = state, self._clock.monotonic()
                 self._thread = threading.Thread(target=self._reread, name="agents-file", daemon=True)
                 self._thread.start()
         return self._found
+
+    def doubt(self, node: str) -> None:
+        """The agent at the address of this node answers for another one: the node was renamed, or another one has its
+        address now. It is queried again, at most every `RETRY_SECONDS`."""
+        self._doubted.add(node)
+        self._retry_at = min(self._retry_at, self._read_at + RETRY_SECONDS)
 
     def _state(self) -> tuple[int, int, int] | None:
         """Changes when the file is written or replaced; None: no such file."""
@@ -259,10 +298,22 @@ class AgentsFile:
 
     def _resolve(self, entries: list[str]) -> list[str]:
         """Makes these the agents; returns why some are missing."""
-        names, problems = resolve_names([e for e in entries if e not in self._names], self._ask)
-        self._names = {e: n for e, n in {**self._names, **names}.items() if e in entries}
-        self._found, twice = _by_node((e, self._names[e]) for e in entries if e in self._names)
-        missing = len(self._names) < len(set(entries))
+        doubted, self._doubted = self._doubted, set()
+        listed, problems = set(entries), list[str]()
+        known = {e: n for e, n in self._names.items() if e in listed and n not in doubted}
+        asked, names = [e for e in entries if e not in known], dict[str, str]()
+        while asked:
+            answers, more = resolve_names(asked, self._ask)
+            names |= answers
+            problems += more
+            # An entry that had one of these nodes may have another one by now, as after a swap of two addresses.
+            nodes = {*answers.values()}
+            asked = [e for e, n in known.items() if n in nodes]
+            known = {e: n for e, n in known.items() if n not in nodes}
+        names |= known
+        self._names = {e: names[e] for e in entries if e in names}
+        self._found, twice = _by_node(_with_former(self._names, entries, self._found).items())
+        missing = len(names) < len(listed)
         self._retry_at = self._clock.monotonic() + RETRY_SECONDS if missing else float("inf")
         return problems + twice
 
@@ -272,6 +323,16 @@ class AgentsFile:
             if problem not in self._logged:
                 logger.warning("%s", problem)
         self._logged = set(problems)
+
+
+def watched_job(run_id: str, webhook_url: str | None, watched: WatchedConfig | None) -> JobConfig:
+    """The configuration of a watch, as `observing_run` writes it. Raises InvalidId, ConfigError."""
+    checked_id(run_id, "run id")
+    watched = watched or WatchedConfig()
+    recovery = watched.recovery.model_dump(mode="json")
+    recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
+    detector = watched.detector.model_dump(mode="json")
+    return parse_job({"name": run_id, "recovery": recovery, "detector": detector, "journal": watched.journal})
 
 
 def observing_run(
@@ -290,12 +351,7 @@ def observing_run(
         one whose journal is elsewhere; the SQLite file of the watch file is another run's.
         JournalError: the journal cannot be created or opened.
     """
-    checked_id(run_id, "run id")
-    file, watched = watched, watched or WatchedConfig()
-    recovery = watched.recovery.model_dump(mode="json")
-    recovery["webhook_url"] = webhook_url or recovery["webhook_url"]
-    detector = watched.detector.model_dump(mode="json")
-    job = parse_job({"name": run_id, "recovery": recovery, "detector": detector, "journal": watched.journal})
+    job = watched_job(run_id, webhook_url, watched)
     run, created_at = RunDir((root / run_id).resolve()), (clock or SystemClock()).wall()
     if run.path.exists():
         if "agents" not in run.read():
@@ -312,7 +368,7 @@ def observing_run(
             "created_at": created_at,
             "config": job.model_dump(mode="json"),
             "agents": dict(agents),
-            "watched": None if file is None else file.model_dump(mode="json", exclude=_IN_CONFIG),
+            "watched": None if watched is None else watched.model_dump(mode="json", exclude=_IN_CONFIG),
         }
     )
     with closing(Journal(run.database_url)) as journal:  # creates it, so that other commands can read it

@@ -3,13 +3,14 @@ sources `JobObserver`, `OneJobSource` and `FirstJobSource`, which the loop owns.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.core.clock import Clock
-from rolecall.core.ids import ProcessId, role_of, split_replica
+from rolecall.core.ids import NodeId, ProcessId, role_of, split_replica
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, job_names
 from rolecall.core.text import counted, spans
 from rolecall.detector.base.observation import Observation
@@ -38,7 +39,8 @@ EARLY_MAX = 1000
 _LAUNCHERS = ("torchrun", "slurm", "srun")
 """Rules and launchers that give all ranks of a job one rendezvous. The actors of one Ray job have several."""
 UNKNOWN_SECONDS = 30.0
-"""After this time in which no process is known to be of the chosen job, the watch warns."""
+"""After this time in which no process is known to be of the chosen job, or the job of one of a node's processes is not
+known, the watch warns."""
 EXITED = "exited"
 REPORTER = "reporter"
 """How a process was found that registered itself."""
@@ -103,21 +105,27 @@ def _some(names: Collection[str], between: str = ", ") -> str:
 class OneJobSource:
     """Passes on the processes of one job, by its run id or rendezvous. Called from one thread.
 
-    An agent tells the job of a process only when it registers. Where that event is no longer in the agent's log, a new
-    watch cannot know the job's processes, and warns.
+    An agent tells the job of a process only when it registers, and keeps that event while the process lives. Where it
+    is lost nevertheless (`events.jsonl` was deleted), a new watch cannot know the process's job, and warns.
     """
 
     def __init__(self, source: ObservationSource, job: str, clock: Clock) -> None:
         self._source, self._job, self._clock = source, job, clock
         self._ours: set[ProcessId] = set()
+        self._others: set[ProcessId] = set()
         self._warns_at: float | None = None
+        self._unknown_since: dict[NodeId, float] = {}
+        self._warned_of: set[NodeId] = set()
 
     def poll(self, timeout_seconds: float) -> Observation:
         seen: Observation = self._source.poll(timeout_seconds)
         for event in seen.events:
-            if event.kind is AgentEventKind.REGISTERED and event.process and self._job in job_names(event):
-                self._ours.add(event.process)
-        self._warn(len({p.process for b in seen.batches for p in b.processes}))
+            if event.kind is AgentEventKind.REGISTERED and event.process:
+                (self._ours if self._job in job_names(event) else self._others).add(event.process)
+        sampled = [p for b in seen.batches for p in b.processes]
+        self._warn(len({p.process for p in sampled}))
+        self._warn_of_nodes({p.process for p in sampled if p.alive})
+        self._others.difference_update(p.process for p in sampled if not p.alive)
         batches = tuple(
             replace(b, processes=tuple(p for p in b.processes if p.process in self._ours)) for b in seen.batches
         )
@@ -134,10 +142,25 @@ class OneJobSource:
             self._warns_at = float("inf")
             logger.warning(
                 "job %s: none of the %s that the agents report is known to belong to it. If it has not started yet, "
-                "wait; else check --job, or start the watch without --job: an agent tells the job of a process only "
-                "when it registers, and may have dropped that event",
+                "wait; else check --job",
                 self._job,
                 counted(num_sampled, "process", "processes"),
+            )
+
+    def _warn_of_nodes(self, living: Collection[ProcessId]) -> None:
+        """Once per node, if processes live there whose registration is not known."""
+        now = self._clock.monotonic()
+        unknown = Counter(p.node for p in living if p not in self._ours and p not in self._others)
+        for node in {p.node for p in living} - unknown.keys():
+            self._unknown_since.pop(node, None)
+        for node, num in unknown.items():
+            if now - self._unknown_since.setdefault(node, now) < UNKNOWN_SECONDS or node in self._warned_of:
+                continue
+            self._warned_of.add(node)
+            logger.warning(
+                "%s: the job of %s is not known, because the agent has lost the events of their registration. If they "
+                "are of job %s, they are not watched: start the watch without --job",
+                *(node, counted(num, "process", "processes"), self._job),
             )
 
 

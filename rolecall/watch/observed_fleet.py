@@ -5,7 +5,12 @@ process belongs to the next one if its rank has another process in this one, or 
 that an agent repeats to a new watch are of the past and count nothing. The journal's desired and actual state follow
 what is seen: recovery then reads the same records as of a run of rolecall.
 
-A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped.
+A replica serves while each rank that its largest incarnation had runs; once one has ended it is stopped. A job that
+starts again with fewer ranks is whole with these: its processes say how many there are, or the ranks 0 to n-1 run for
+`SHRUNK_SECONDS`, no other one starts, and none of the incarnation before runs.
+
+A replica of which nothing has run for `OVER_SECONDS` is dropped, unless an open incident is about it: where each job
+has names of its own, they would become ever more. Its number is kept: what comes back is the next incarnation.
 
 Only the watch that leads writes, under its lease: one that stood still while another led writes nothing more. One that
 stands by takes over the leader's numbers, and adds what it sees itself.
@@ -13,7 +18,7 @@ stands by takes over the leader's numbers, and adds what it sees itself.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +35,9 @@ from rolecall.recovery.interfaces import ObservationSource
 logger = logging.getLogger(__name__)
 
 FLAG = "observed_incarnations"
+FORMER_FLAG, FORMER_MAX = "observed_former", 4096
+"""Numbers of the replicas that were dropped, the last ones."""
+OVER_SECONDS = 3600.0
 SETTLE_SECONDS = 3.0
 """A process that registers gets the name that it asks for: what it was called before is not written down."""
 UNCOUNTED_MAX = 65_536
@@ -44,6 +52,8 @@ start times began again."""
 SILENT_SECONDS = 60.0
 """A process that its agent, which answers, has not sampled for this long has ended."""
 SWEEP_SECONDS = 10.0
+SHRUNK_SECONDS = 60.0
+"""Ranks that start together are seen within this time; until then a replica may have restarted in part."""
 FOREIGN = "~"
 """Before the replica of a process of another job, in what is kept."""
 SEEN = "as its processes were seen"
@@ -51,13 +61,19 @@ One = TypeVar("One", ProcessSample, AgentEvent)
 
 
 class _Registered(NamedTuple):
-    """`at`: wall seconds of its node."""
+    """`at`: wall seconds of its node. `world_size`: ranks of its job; 0: not known."""
 
     job: str
     rendezvous: str
     pod_uid: str
     slurm_step: str
     at: float
+    world_size: int = 0
+
+    @property
+    def kept(self) -> tuple[str | float, ...]:
+        """In the journal: `world_size` is used once."""
+        return self[:-1]
 
 
 _UNKNOWN = _Registered("", "", "", "", 0.0)
@@ -65,12 +81,14 @@ _UNKNOWN = _Registered("", "", "", "", 0.0)
 
 def _registration(event: AgentEvent, known: _Registered | None) -> _Registered:
     """`known`: of an earlier registration of the same process."""
+    size = event.detail.get("world_size", "")
     return _Registered(
         job=next(iter(job_names(event)), ""),
         rendezvous=event.detail.get("rendezvous", ""),
         pod_uid=event.detail.get("pod_uid", ""),
         slurm_step=event.detail.get("slurm_step", ""),
         at=event.wall_at if known is None else min(known.at, event.wall_at),
+        world_size=int(size) if size.isascii() and size.isdecimal() else 0,
     )
 
 
@@ -119,8 +137,9 @@ class EveryProcess:
 
 @dataclass(slots=True)
 class _Counted:
-    """Newest incarnation of one replica. `expected`: most ranks that one of them had; `since`: monotonic seconds;
-    `previous`: processes of the one before."""
+    """Newest incarnation of one replica. `expected`: ranks of a whole one; `since`: monotonic seconds; `previous`:
+    processes of the one before; `num_settled`: sweeps in which all its ranks were seen, since another one was;
+    `over_at`: since when nothing of it runs, monotonic seconds."""
 
     incarnation: int
     since: float
@@ -128,6 +147,8 @@ class _Counted:
     ended: set[ProcessId] = field(default_factory=set)
     expected: int = 1
     previous: set[ProcessId] = field(default_factory=set)
+    num_settled: int = 0
+    over_at: float | None = None
 
     @property
     def state(self) -> ReplicaState:
@@ -140,7 +161,8 @@ class ObservedFleet:
     """A source that counts incarnations and writes them to the journal. Called from one thread. `roles`: those whose
     replicas are counted; the others are passed on as they are, and recovery knows no such replica. Their processes are
     remembered all the same: an action on another replica must not end them. `lease`: that of this watch; None: another
-    one leads. `every`: all processes of the nodes, where `source` leaves other jobs out."""
+    one leads. `every`: all processes of the nodes, where `source` leaves other jobs out. `needed`: replicas that open
+    incidents are about."""
 
     def __init__(
         self,
@@ -150,10 +172,12 @@ class ObservedFleet:
         roles: frozenset[str],
         lease: Callable[[], Lease | None],
         every: EveryProcess | None = None,
+        needed: Callable[[], Collection[str]] = frozenset[str],
     ) -> None:
         self._source, self._journal, self._clock, self._roles, self._every = source, journal, clock, roles, every
-        self._lease = lease
+        self._lease, self._needed = lease, needed
         self._replicas: dict[str, _Counted] = {}
+        self._former: dict[str, int] = {}  # replica that was dropped -> its incarnation
         self._of: dict[ProcessId, tuple[str, int]] = {}  # (replica, incarnation)
         self._uncounted: dict[ProcessId, tuple[str, int]] = {}  # (replica, rank), of other roles
         self._registered: dict[ProcessId, _Registered] = {}
@@ -224,6 +248,7 @@ class ObservedFleet:
             self._registered[event.process] = _registration(event, known)
             if now - event.wall_at <= FRESH_SECONDS:
                 self._count(event.replica, event.rank, event.process)
+            self._shrink(event.process)
         elif event.kind is AgentEventKind.EXITED:
             self._end(event.process)
 
@@ -237,6 +262,9 @@ class ObservedFleet:
         before = self._of.get(process)
         if before is not None:
             if before[0] == replica:
+                newest = self._replicas.get(replica)
+                if newest is not None and newest.incarnation > before[1]:
+                    newest.num_settled = 0
                 return
             self._rename(process, before[0])
         try:
@@ -249,7 +277,8 @@ class ObservedFleet:
         self._uncounted.pop(process, None)
         counted = self._replicas.get(replica)
         if counted is None:
-            counted = self._replicas[replica] = _Counted(incarnation=1, since=self._clock.monotonic())
+            number = self._former.get(replica, 0) + 1
+            counted = self._replicas[replica] = _Counted(incarnation=number, since=self._clock.monotonic())
         elif any(self._is_older(process, p) for p in counted.ended):
             return  # older than one of this incarnation that has ended
         elif counted.ended or counted.ranks.get(rank, process) != process:
@@ -267,7 +296,16 @@ class ObservedFleet:
             )
         counted.ranks[rank] = process
         counted.expected = max(counted.expected, len(counted.ranks))
+        counted.num_settled, counted.over_at = 0, None
         self._of[process] = replica, counted.incarnation
+        self._shrink(process)
+
+    def _shrink(self, process: ProcessId) -> None:
+        """Fewer ranks make its incarnation whole if it says so. More do not: a job may have several replicas."""
+        replica, incarnation = self._of.get(process, ("", 0))
+        counted, size = self._replicas.get(replica), self._registered.get(process, _UNKNOWN).world_size
+        if counted is not None and counted.incarnation == incarnation and max(counted.ranks, default=0) < size:
+            counted.expected = min(counted.expected, size)
 
     def _is_older(self, process: ProcessId, than: ProcessId) -> bool:
         """Whether it started before the other one, as far as that can be told: on the same node."""
@@ -304,7 +342,17 @@ class ObservedFleet:
         for process, num_missed in self._num_missed.items():
             if num_missed * SWEEP_SECONDS >= SILENT_SECONDS:
                 self._end(process)
-        self._swept_at, self._sampled, self._answering = self._clock.monotonic(), set(), set()
+        now = self._clock.monotonic()
+        for counted in self._replicas.values():
+            if counted.over_at is None and counted.ended.issuperset(counted.ranks.values()):
+                counted.over_at = now
+            num_ranks = len(counted.ranks)
+            if 0 < num_ranks < counted.expected and self._sampled.issuperset(counted.ranks.values()):
+                counted.num_settled += 1
+                is_gapless = max(counted.ranks) == num_ranks - 1
+                if is_gapless and counted.num_settled * SWEEP_SECONDS >= SHRUNK_SECONDS:
+                    counted.expected = num_ranks
+        self._swept_at, self._sampled, self._answering = now, set(), set()
 
     # --- the journal --------------------------------------------------------------------------------------------------
 
@@ -316,6 +364,7 @@ class ObservedFleet:
                 if self._written.get(replica) != this and counted.ranks and now - counted.since >= SETTLE_SECONDS:
                     self._write_replica(ReplicaId(replica), counted, lease)
                     self._written[replica] = this
+            self._drop_over(lease)
             text = self._to_json()
             if text != self._kept:
                 self._journal.set_flag(FLAG, text, lease=lease)
@@ -325,6 +374,26 @@ class ObservedFleet:
             logger.warning("the observed replicas are not written: %s", e)
         except JournalError as e:  # the next poll writes it
             logger.warning("the observed replicas are not written: %s", e)
+
+    def _drop_over(self, lease: Lease) -> None:
+        now = self._clock.monotonic()
+        over = {r for r, c in self._replicas.items() if c.over_at is not None and now - c.over_at >= OVER_SECONDS}
+        if over:
+            over -= {*self._needed()}
+        if not over:
+            return
+        kept = {r: number for r, number in self._former.items() if r not in over}
+        kept |= {r: self._replicas[r].incarnation for r in sorted(over)}
+        former = dict(list(kept.items())[-FORMER_MAX:])
+        self._journal.set_flag(FORMER_FLAG, json.dumps(former, separators=(",", ":")), lease=lease)
+        self._journal.forget_replicas(over, lease=lease)
+        self._former = former
+        for replica in over:
+            counted = self._replicas.pop(replica)
+            self._written.pop(replica, None)
+            for process in (*counted.ranks.values(), *counted.previous):
+                self._of.pop(process, None)
+                self._registered.pop(process, None)
 
     def _write_replica(self, replica: ReplicaId, counted: _Counted, lease: Lease) -> None:
         first = counted.ranks[min(counted.ranks)]
@@ -353,13 +422,13 @@ class ObservedFleet:
         for process, (replica, rank) in self._uncounted.items():
             kept.setdefault(replica, [UNCOUNTED, 0, []])[2].append(self._row(rank, process, True))
         for process, replica, rank, registered in self._foreign():
-            row = [rank, process.node, process.pid, process.start_ticks, *registered, True]
+            row = [rank, process.node, process.pid, process.start_ticks, *registered.kept, True]
             kept.setdefault(FOREIGN + replica, [UNCOUNTED, 0, []])[2].append(row)
         return json.dumps(kept, separators=(",", ":"))
 
     def _row(self, rank: int, process: ProcessId, lives: bool) -> list[Any]:
         registered = self._registered.get(process, _UNKNOWN)
-        return [rank, process.node, process.pid, process.start_ticks, *registered, lives]
+        return [rank, process.node, process.pid, process.start_ticks, *registered.kept, lives]
 
     def _read(self) -> None:
         """What another watch has counted since it was last read, and what this one has seen to end."""
@@ -370,6 +439,7 @@ class ObservedFleet:
             if text == self._kept:
                 return
             self._kept = text
+            former = {str(r): int(number) for r, number in json.loads(self._journal.flag(FORMER_FLAG) or "{}").items()}
             for replica, incarnation, expected, rank, process, registered, lives in _kept(text):
                 if incarnation == UNCOUNTED:
                     continue  # those that still run are seen again
@@ -387,7 +457,7 @@ class ObservedFleet:
             logger.warning("the observed replicas cannot be read, and are counted anew: %s", e)
             return
         ended = [p for counted in self._replicas.values() for p in counted.ended]
-        self._replicas, self._of, self._written = replicas, of, {}
+        self._replicas, self._of, self._written, self._former = replicas, of, {}, former
         for process in ended:
             self._end(process)
 

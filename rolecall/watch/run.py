@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -47,15 +47,17 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.actuators.targets.choice import target_of as target_of_config
 from rolecall.recovery.actuators.targets.reaper import Reaper
 from rolecall.recovery.actuators.targets.target import Target
+from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.target import target_of
 from rolecall.recovery.operators import queries
+from rolecall.recovery.policy import busy_replicas
 from rolecall.recovery.projection import IncidentProjection
 from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
-from rolecall.watch.agents import UniqueReplicaSource
+from rolecall.watch.agents import AgentsFile, UniqueReplicaSource
 from rolecall.watch.evidence.node_health import NvSentinelHealth
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.job import ALL_JOBS, FirstJobSource, JobObserver, OneJobSource, WatchedJob
@@ -235,7 +237,7 @@ def watch_run(
     run: RunDir,
     seconds: float | None = None,
     authorization: str = "",
-    living: Callable[[], Mapping[str, str]] | None = None,
+    living: AgentsFile | None = None,
     metrics: MetricsEndpoint | None = None,
     approve: bool = False,
     *,
@@ -244,8 +246,8 @@ def watch_run(
     only_job: str = "",
 ) -> int:
     """Watches until the run ends, `seconds` have passed, or SIGTERM; with `stop`, until that is set. Returns the
-    exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
-    (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
+    exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents,
+    instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
     port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`. `show`: is called with
     what is watched, about once a second. `only_job`: run id or rendezvous of the job to watch, or
     `all`; empty: the first that is seen.
@@ -282,9 +284,16 @@ def watch_run(
         logger.warning(
             "watch %s leads %s already: this one stands by, and takes over when it ends", lease.holder, run.run_id
         )
-    listed = _AgentList(living or (lambda: agents or agent_urls(run)))
-    poll_seconds, forgets = job.detector.poll_seconds, living is not None
-    source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)
+    listed = _AgentList(living.urls if living is not None else lambda: agents or agent_urls(run))
+    poll_seconds = job.detector.poll_seconds
+    source = AgentsSource(
+        listed,
+        clock,
+        poll_seconds,
+        authorization=authorization,
+        forgets=living is not None,
+        doubt=living.doubt if living is not None else lambda _: None,
+    )
     notifier: Notifier = LogNotifier()
     if target is not None:
         deadman_seconds = job.recovery.deadman_seconds
@@ -341,7 +350,9 @@ def watch_run(
         if acts:
             # Without an actuator no replica is counted. The processes that run are known: none of them is an orphan.
             roles = frozenset(watched.roles if watched.actuator is not None else ())
-            polled = fleet = ObservedFleet(polled, journal, clock, roles, lambda: watch.lease, every)
+            polled = fleet = ObservedFleet(
+                polled, journal, clock, roles, lambda: watch.lease, every, lambda: _needed(watch.incidents)
+            )
 
             def making_calls(target: Target) -> ExternalActuator:
                 seconds = watched.deadline_seconds
@@ -455,6 +466,12 @@ def _serve(
         return None
     logger.info("/metrics is served at %s", server.url)
     return server
+
+
+def _needed(incidents: Iterable[Incident]) -> set[str]:
+    """Replicas that open incidents, or their plans, are about."""
+    still_open = [i for i in incidents if i.state is not IncidentState.CLOSED]
+    return {*busy_replicas(still_open)} | {r for i in still_open for a in i.attempts for r in a.plan.ends}
 
 
 def _num_incidents(journal: Journal) -> int:

@@ -155,6 +155,18 @@ def culprit_nodes(diagnosis: Diagnosis) -> tuple[str, ...]:
     return nodes if is_known else ()
 
 
+def check_available(address: ListenAddress) -> None:
+    """Raises ConfigError: nothing can listen there now."""
+    try:
+        HttpServer(address.host, address.port, {}).stop()
+    except (OSError, OverflowError) as e:
+        raise _unavailable(address, e) from None
+
+
+def _unavailable(address: ListenAddress, error: OSError | OverflowError) -> ConfigError:
+    return ConfigError([f"--metrics: {address.host}:{address.port}: {os_reason(error)}"])
+
+
 class WatchServer:
     """Serves from construction until `close`."""
 
@@ -190,7 +202,7 @@ class WatchServer:
             )
         except (OSError, OverflowError) as e:
             self._journal.close()
-            raise ConfigError([f"--metrics: {address.host}:{address.port}: {os_reason(e)}"]) from None
+            raise _unavailable(address, e) from None
         self.url = self._server.url
         self._announced = EndpointAnnouncement(run, own(self.url)) if agents is not None else None
         self._stop = threading.Event()

@@ -1,5 +1,6 @@
-"""Fixtures of the tests of GPUs: the stand-in for NVML's library, built once, and two healthy GPUs."""
+"""Fixtures: the stand-in for NVML's library, built once, with two healthy GPUs; the ID of a thread."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +28,15 @@ def gpus(library: Path, machine: Machine) -> Iterator[GpuCollector]:
     collector = GpuCollector(NODE, library=library, slow_seconds=10.0)
     yield collector
     collector.close()
+
+
+@pytest.fixture
+def thread_id() -> Iterator[int]:
+    """Of a thread of this process; no process has it as its PID."""
+    ended = threading.Event()
+    it = threading.Thread(target=ended.wait)
+    it.start()
+    assert it.native_id is not None
+    yield it.native_id
+    ended.set()
+    it.join()

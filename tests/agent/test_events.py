@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def test_a_damaged_line_is_skipped_and_no_number_is_used_twice(tmp_path: Path) -
     assert again.append(KIND).seq > 3
 
 
+def test_events_of_a_renamed_node_have_its_present_name(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    events = [it.append(KIND, process=PROCESS), it.append(AgentEventKind.AGENT_STARTED)]
+    it.close()
+    name = NodeId("gpu-7")
+    process = replace(PROCESS, node=name)
+    renamed = EventLog(tmp_path / "events.jsonl", name, FakeClock())
+    assert renamed.after(0).events == (
+        replace(events[0], node=name, process=process),
+        replace(events[1], node=name),
+    )
+    assert renamed.has(KIND, process)
+
+
 def test_retention_keeps_the_newest_and_counts_the_lost(tmp_path: Path) -> None:
     it = log(tmp_path, num_kept=10)
     for _ in range(57):
@@ -78,6 +93,31 @@ def test_retention_keeps_the_newest_and_counts_the_lost(tmp_path: Path) -> None:
     again = log(tmp_path, num_kept=10)
     assert _seqs(again) == list(range(48, 58))
     assert again.append(KIND).seq == 58
+
+
+def test_registrations_of_processes_that_live_are_kept(tmp_path: Path) -> None:
+    it = log(tmp_path, num_kept=10)
+    for pid in range(1, 5):
+        it.append(KIND, process=replace(PROCESS, pid=pid), detail={"job": "mine"})
+    for n in range(42):
+        ended = {3: 1, 14: 2}.get(n, 0)  # the second once its registration is an old event
+        kind = AgentEventKind.EXITED if ended else AgentEventKind.PROBE_DOWN
+        it.append(kind, process=replace(PROCESS, pid=ended) if ended else None)
+    it.close()
+    again = log(tmp_path, num_kept=10)
+    for reader in (it, again):
+        events = reader.after(0).events
+        assert [e.seq for e in events] == [3, 4, *range(37, 47)]
+        assert [(e.kind, e.process and e.process.pid, e.detail.get("job")) for e in events[:2]] == [
+            (KIND, 3, "mine"),
+            (KIND, 4, "mine"),
+        ]
+        assert _seqs(reader, 3) == [4, *range(37, 47)] and reader.after(0, limit=1).events == events[:1]
+        assert reader.after(3).lost == 32 and reader.after(3).after_wall_at == events[0].wall_at
+        assert reader.after(40).lost == 0
+    for pid in range(5, 20):  # more than there is room for
+        again.append(KIND, process=replace(PROCESS, pid=pid))
+    assert _seqs(again) == [50, 51, *range(52, 62)]
 
 
 def test_a_file_that_cannot_be_shortened_loses_nothing(tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ def test_too_few_nodes_says_who_lacks_what_and_starts_nothing(
         (("inject", "nothing-here", "--kind", "rollout-kill"), "nothing-here"),
         (("inject", "nothing-here", "--kind", "nope"), "rollout-kill, trainer-hang"),
         (("frobnicate",), "frobnicate"),
+        (("watch", "run", "nothing-here", "--for", "0"), "--for: must be above 0 and at most"),
+        (("watch", "agents", "http://localhost:1", "--for", "-5"), "got -5"),
+        (("watch", "agents", "http://localhost:1", "--for", "inf"), "got inf"),
+        (("watch", "prometheus", "http://localhost:1", "--for", "nan"), "got nan"),
+        (("record", "run", "nothing-here", "-o", "x.parquet", "--for", "1e9"), "--for: "),
+        (("watch", "agents", "http://localhost:1", "--webhook", "pager"), "recovery.webhook_url: must be http://host/"),
     ],
 )
 def test_usage_errors_are_one_message_and_exit_code_2(

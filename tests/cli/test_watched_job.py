@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -22,9 +23,10 @@ from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.testing.recovery_world import diagnosis
 from rolecall.views import observed_ranks
 from rolecall.views.observed_ranks import ObservedRank
+from rolecall.watch.addresses import ListenAddress
 from rolecall.watch.agents import observing_run
 from rolecall.watch.run import watch_run
-from rolecall.watch.server import JournalMetricsPoller
+from rolecall.watch.server import JournalMetricsPoller, check_available
 
 URL = "http://node-7:9477"
 
@@ -163,3 +165,24 @@ def test_a_second_watch_says_that_another_one_leads(job: RunDir, caplog: pytest.
         assert journal.acquire(LEASE_NAME, "vm:1", 60.0)
     assert watch_run(job, 0.1) == 0
     assert "watch vm:1 leads my-job already: this one stands by, and takes over when it ends" in caplog.text
+
+
+@pytest.mark.parametrize("name", [("--id", "my-job"), ()], ids=["of a watch that runs", "another"])
+def test_a_watch_that_cannot_start_writes_no_run(
+    job: RunDir, name: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else it would be the latest run, or other commands would read the settings of one that never ran."""
+    before = job.read()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for mistake in (("--metrics", address), ("--webhook", "pager")):
+            assert main(["watch", "agents", "other=http://localhost:1", *mistake, *name, "--for", "1"]) == 2
+            assert f"{mistake[1]}: cannot listen" in (said := capsys.readouterr().err) or "webhook_url: must be" in said
+    assert job.read() == before and [path.name for path in job.path.parent.iterdir()] == ["my-job"]
+
+
+def test_an_address_is_free_again_after_the_check() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = ListenAddress(*free.getsockname())
+    check_available(address)
+    socket.create_server(address).close()

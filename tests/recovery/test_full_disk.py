@@ -1,6 +1,7 @@
 """The journal's disk is full (docs/howto/full-disk.md): nothing is lost, nothing is done twice, and all of it continues
 once there is space again."""
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,14 @@ from rolecall.core.journal.payloads.recovery import OncallPaged
 from rolecall.detector.base.findings import FULL_DISK
 from rolecall.recovery import policy
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
-from rolecall.recovery.loop import DAMAGED_TICKS_MAX, FAILED_TICKS_MAX, UNAVAILABLE_TICKS_MAX, failed_ticks_max
+from rolecall.recovery.loop import (
+    DAMAGED_TICKS_MAX,
+    FAILED_TICKS_MAX,
+    OUTAGE,
+    OUTAGE_PAGED_SECONDS,
+    UNAVAILABLE_TICKS_MAX,
+    failed_ticks_max,
+)
 from tests.full_disk import SmallDisk, small_disk
 from tests.recovery.world import World
 
@@ -37,6 +45,16 @@ class StopAfter(threading.Event):
         if self._clock.monotonic() >= self._ends:
             self.set()
         return self.is_set()
+
+
+class StopAfterOneTick(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_asked = 0
+
+    def is_set(self) -> bool:
+        self._num_asked += 1
+        return self._num_asked > 1
 
 
 @pytest.fixture
@@ -152,6 +170,29 @@ def test_on_call_is_told_of_the_full_disk_while_it_is_full_and_the_incident_ends
     world.journal.verify()
 
 
+def test_on_call_is_told_of_a_journal_that_stays_away_once_for_each_outage(disk: SmallDisk) -> None:
+    """The watch's own disk may have no agent that could report it."""
+    world = World(disk.path)
+    watch = world.watch()
+    world.run(2, watch)
+    for num_pages in (1, 2):
+        disk.fill()
+        world.clock.advance(world.config.lease_seconds)  # it is to be renewed
+        with pytest.raises(JournalUnavailable):  # and cannot be released
+            watch.run(StopAfter(world.clock, OUTAGE_PAGED_SECONDS))
+        assert len(world.notifier.messages) == num_pages - 1, "it may be over soon"
+        with pytest.raises(JournalUnavailable):
+            watch.run(StopAfter(world.clock, 2 * OUTAGE_PAGED_SECONDS))
+        assert len(world.notifier.messages) == num_pages
+        sent = world.notifier.messages[-1]
+        assert (sent.kind, sent.seq, sent.facts) == ("oncall_paged", 0, {"topic": OUTAGE})
+        assert re.match(r"nothing is repaired: for 30 s the journal cannot be used now: .* full .*space", sent.because)
+        disk.free()
+        watch.run(StopAfterOneTick())
+        world.run(2, watch)  # it leads again
+    assert world.incidents() == []
+
+
 def test_one_without_the_lease_tells_nobody_of_a_full_disk(disk: SmallDisk) -> None:
     world = World(disk.path)
     leader, follower = world.watch(), world.watch()
@@ -159,7 +200,7 @@ def test_one_without_the_lease_tells_nobody_of_a_full_disk(disk: SmallDisk) -> N
     world.detector.extra = [_full_disk(world.clock.wall())]
     disk.fill()
     world.clock.advance(world.config.lease_seconds + 1.0)  # it cannot take over
-    stop = StopAfter(world.clock, 10.0)
+    stop = StopAfter(world.clock, 2 * OUTAGE_PAGED_SECONDS)
     follower.run(stop)
     assert stop.num_waits > 10 and world.notifier.messages == []
 

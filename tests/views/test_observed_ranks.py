@@ -24,6 +24,7 @@ class Source:
         self.replica, self.rank = "trainer/0", 1
         self.events: tuple[AgentEvent, ...] = ()
         self.at = 50.0
+        self.clock_ahead = 0.0  # of its node
         self.page: dict[str, Any] = {}
 
     def registers(self, replica: str, rank: int = 1, **detail: str) -> None:
@@ -39,10 +40,17 @@ class Source:
         page: dict[str, Any] = {"step": 3, "progress": self.progress, "progress_at": 48.0} | self.page
         sample = ProcessSample(
             process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica=self.replica, rank=self.rank,
-            incarnation=0, at=self.at, wall_at=1000.0, alive=True, page_ok=True, phase="compute", **page,
+            incarnation=0, at=self.at, wall_at=1000.0 + self.clock_ahead, alive=True, page_ok=True, phase="compute", **page,
         )  # fmt: skip
         batch = SampleBatch(
-            node=NodeId("vm"), agent_pid=1, cursor=1, lost=0, at=50.0, wall_at=1000.0, processes=(sample,), hosts=()
+            node=NodeId("vm"),
+            agent_pid=1,
+            cursor=1,
+            lost=0,
+            at=50.0,
+            wall_at=1000.0 + self.clock_ahead,
+            processes=(sample,),
+            hosts=(),
         )
         return Observation(wall_at=1000.0, batches=(batch,), events=self.events)
 
@@ -139,3 +147,24 @@ def test_a_process_that_registers_itself_is_no_longer_found_by_a_rule(tmp_path: 
         (rank,) = from_json(journal.flag(FLAG))
         told.append((rank.reports_by, rank.job))
     assert told == [("torchrun", "h:1"), ("integration", "h:1")]
+
+
+@pytest.mark.parametrize("ahead", [-100.0, 100.0])
+def test_times_of_a_node_whose_clock_is_off_are_those_of_the_watch(tmp_path: Path, ahead: float) -> None:
+    """Else the rank would look silent, or stay alive long after its node is gone."""
+    clock, source = FakeClock(), Source()
+    source.progress, source.clock_ahead, source.page = 5, ahead, {"reward": 1.0}
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    RecordedRanks(source, journal, clock).poll(0.0)
+    (rank,) = from_json(journal.flag(FLAG))
+    assert (rank.seen_at, rank.progress_at) == (1000.0, 998.0)
+    assert rank.alive_at(1000.0) and not rank.alive_at(1031.0)
+    assert [point.at for point in observed_course.from_json(journal.flag(observed_course.FLAG))] == [998.0]
+
+
+def test_an_answer_that_is_late_moves_no_time(tmp_path: Path) -> None:
+    clock, source = FakeClock(), Source()
+    source.clock_ahead = -0.5
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    RecordedRanks(source, journal, clock).poll(0.0)
+    assert [rank.seen_at for rank in from_json(journal.flag(FLAG))] == [999.5]

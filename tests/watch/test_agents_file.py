@@ -18,7 +18,15 @@ from rolecall.core.http import HttpFailed
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.testing.synthetic_run import FakeFleet
-from rolecall.watch.agents import RETRY_SECONDS, AgentsFile, entries_of, node_of, observing_run
+from rolecall.watch.agents import (
+    RETRY_SECONDS,
+    AgentsFile,
+    entries_of,
+    former_agents,
+    named_agents,
+    node_of,
+    observing_run,
+)
 from tests.agent.processes import AgentProcess
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -29,13 +37,14 @@ class World:
     def __init__(self, path: Path) -> None:
         self.path, self.clock, self.kept = path, FakeClock(), list[dict[str, str]]()
         self.silent, self.asked = set[str](), list[str]()
+        self.renamed = dict[str, str]()  # URL -> node, instead of its host's name
         self.file = AgentsFile(path, self.ask, self.keep, self.clock)
 
     def ask(self, url: str) -> str:
         self.asked.append(url)
         if url in self.silent:
             raise HttpFailed("connection refused")
-        return url.removeprefix("http://").partition(":")[0]
+        return self.renamed.get(url) or url.removeprefix("http://").partition(":")[0]
 
     def keep(self, found: Mapping[str, str]) -> None:
         self.kept.append(dict(found))
@@ -167,6 +176,75 @@ def test_one_that_does_not_answer_is_left_out_said_once_and_asked_again(
     assert world.asked.count("http://b:1") == 3
 
 
+def test_a_node_that_is_down_when_the_watch_starts_again_has_its_former_name(world: World) -> None:
+    """One that is not listed is never unreachable: its incident would end as recovered."""
+    world.write("[{targets: ['a:1', 'b:1', 'new:1', 'c:2']}]")
+    world.silent, world.renamed = {"http://b:1", "http://new:1", "http://a:1"}, {"http://c:2": "c"}
+    former = {"a": "http://a:1", "b-7": "http://b:1", "c": "http://c:1", "gone": "http://gone:1"}
+    world.file = AgentsFile(world.path, world.ask, world.keep, world.clock, former)
+    assert world.file.first() == {"c": "http://c:2", "a": "http://a:1", "b-7": "http://b:1"}
+    world.silent = {"http://b:1"}
+    world.clock.advance(RETRY_SECONDS)
+    assert world.settle() == ["a", "b-7", "c", "new"] and world.asked.count("http://b:1") == 2
+    assert world.kept[-1]["b-7"] == "http://b:1", "known to the next watch, too"
+    world.silent, world.renamed = set(), {"http://b:1": "b-8"}
+    world.clock.advance(RETRY_SECONDS)
+    assert world.settle() == ["a", "b-8", "c", "new"], "as it calls itself now"
+
+
+def test_a_former_name_is_not_kept_once_its_agent_is_elsewhere(world: World) -> None:
+    world.write("[{targets: ['a:1', 'b:1']}]")
+    world.silent, world.renamed = {"http://a:1"}, {"http://b:1": "a"}
+    world.file = AgentsFile(world.path, world.ask, world.keep, world.clock, {"a": "http://a:1"})
+    assert world.file.first() == {"a": "http://b:1"}
+
+
+def test_a_list_of_addresses_has_the_former_names_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    observing_run(tmp_path, "job", {"b-7": "http://b:1"})
+    world = World(tmp_path / "unused")
+    world.silent = {"http://b:1", "http://c:1"}
+    found = named_agents(["http://a:1", "http://b:1"], world.ask, former_agents(tmp_path, "job"))
+    assert found == {"a": "http://a:1", "b-7": "http://b:1"} and "b:1: no agent answers there" in caplog.text
+    with pytest.raises(ConfigError, match="c:1: no agent answers there"):
+        named_agents(["http://b:1", "http://c:1"], world.ask, former_agents(tmp_path, "job"))
+    assert former_agents(tmp_path, "another") == {}
+
+
+def test_two_nodes_that_swap_their_addresses_are_named_again(world: World) -> None:
+    world.write("[{targets: ['a:1', 'b:1', 'c:1']}]")
+    world.file.first()
+    world.renamed = {"http://a:1": "b", "http://b:1": "a"}
+    assert world.settle() == ["a", "b", "c"] and len(world.asked) == 3
+    world.file.doubt("b")  # the source has noticed one of them
+    world.settle()
+    assert world.file.urls() == {"a": "http://b:1", "b": "http://a:1", "c": "http://c:1"} == world.kept[-1]
+    assert world.asked.count("http://c:1") == 1
+    world.renamed["http://a:1"] = "d"
+    world.file.doubt("b")
+    assert world.settle() == ["a", "b", "c"], "not before it is due"
+    world.clock.advance(RETRY_SECONDS)
+    assert world.settle() == ["a", "c", "d"]
+    assert world.asked.count("http://a:1") == 3
+
+
+def test_a_node_that_is_in_doubt_and_does_not_answer_stays_listed(world: World) -> None:
+    world.write("[{targets: ['a:1']}]")
+    world.file.first()
+    world.silent = {"http://a:1"}
+    world.file.doubt("a")
+    assert world.settle() == ["a"]
+
+
+def test_two_entries_of_one_node_are_asked_once_each_time(world: World) -> None:
+    world.write("[{targets: ['a:1']}]")
+    world.file.first()
+    world.renamed = {"http://b:1": "a"}
+    world.write("[{targets: ['a:1', 'b:1']}]")
+    world.settle()
+    assert world.file.urls() == {"a": "http://a:1"}
+    assert sorted(world.asked) == ["http://a:1", "http://a:1", "http://b:1"]
+
+
 def test_none_that_answers_is_a_mistake_at_the_start(world: World) -> None:
     world.silent = {"http://a:1"}
     world.write("[{targets: ['a:1']}]")
@@ -227,6 +305,26 @@ def test_agents_come_and_go_with_the_file(tmp_path: Path) -> None:
         source.close()
         for agent in agents:
             agent.close()
+
+
+def test_a_watch_follows_a_node_that_is_renamed(tmp_path: Path) -> None:
+    """A real agent, and a real source that notices it."""
+    agent = AgentProcess(tmp_path / "node", "--node", "node-1")
+    path = tmp_path / "nodes.yaml"
+    path.write_text(f"[{{targets: ['{agent.netloc}']}}]")
+    clock = SystemClock()
+    file = AgentsFile(path, node_of, lambda _: None, clock)
+    source = AgentsSource(file.urls, clock, 0.05, forgets=True, doubt=file.doubt)
+    try:
+        assert list(file.first()) == ["node-1"]
+        file._names = {entry: "former" for entry in file._names}
+        file._found = {"former": f"http://{agent.netloc}"}
+        source.start()
+        eventually(lambda: {str(b.node) for b in source.poll(0.05).batches} == {"node-1"}, "it is read by its name")
+        assert list(source._agents) == ["node-1"]
+    finally:
+        source.close()
+        agent.close()
 
 
 def test_the_command_watches_the_agents_of_a_file(tmp_path: Path) -> None:

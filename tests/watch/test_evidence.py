@@ -524,6 +524,23 @@ def test_too_large_an_answer_is_left_out(run: RunDir, fake: FakeAgent, monkeypat
     assert "more than 1,000 bytes" in said, "and the agent is asked for the rest"
 
 
+def test_beyond_the_limit_of_stored_incidents_evidence_is_analysed_and_settles_ties(
+    run: RunDir, agent: AgentProcess, children: list[Child], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence_pull, "NUM_KEPT_MAX", 0)
+    for child, content in zip(children, hanging_job(tmp_path, 2, late=1), strict=False):
+        recording(child, content)
+    fleet = [subject(c.pid, c.start_ticks, n, collectives=1) for n, c in enumerate(children[:2])]
+    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, lambda: fleet, SystemClock())
+    pull.request(INCIDENT, diagnosis(fleet, FaultClass.CANNOT_TELL))
+    body = reported(pull).payload.to_body()
+    pull.close()
+    assert [f.suspects[0].replica for f in pull.findings() if f.fault_class is FaultClass.HANG] == ["trainer/1"]
+    assert body["because"].startswith("2 stacks, 2 Flight Recorder dumps; ") and body["findings"]
+    assert body["files"] == [] and "already holds the evidence of 0 incidents" in body["missing"][0]
+    assert not list((run.path / "evidence").iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, fake: FakeAgent) -> None:
     (run.path / "evidence").write_text("a file in its place")
     fake.bad["/v1/evidence/stacks"] = b'{"threads": []}'

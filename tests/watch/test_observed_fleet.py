@@ -17,8 +17,11 @@ from rolecall.recovery.loop import LEASE_NAME
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.observed_fleet import (
     FLAG,
+    FORMER_FLAG,
     FRESH_SECONDS,
+    OVER_SECONDS,
     SETTLE_SECONDS,
+    SHRUNK_SECONDS,
     SILENT_SECONDS,
     SWEEP_SECONDS,
     EveryProcess,
@@ -49,7 +52,7 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.clock = FakeClock()
         self.journal = Journal(f"sqlite:///{folder / 'journal.db'}", clock=self.clock)
-        self.leads = True
+        self.leads, self.needed = True, set[str]()
         self.held = self.journal.acquire(LEASE_NAME, "first", LEASE_SECONDS)
         self.start()
 
@@ -61,7 +64,9 @@ class Fleet:
     def start(self) -> None:
         """A watch that has just started."""
         self.source = Source()
-        self.fleet = ObservedFleet(self.source, self.journal, self.clock, ROLES, lambda: self.lease)
+        self.fleet = ObservedFleet(
+            self.source, self.journal, self.clock, ROLES, lambda: self.lease, needed=lambda: self.needed
+        )
 
     def see(
         self, *running: tuple[str, int, ProcessId], events: tuple[AgentEvent, ...] = (), dead: bool = False
@@ -134,6 +139,72 @@ def test_a_new_process_of_a_rank_is_the_next_incarnation_and_serves_when_complet
     seen = it.see((A, 0, process(30)), (A, 1, process(31)), (B, 0, process(20)))
     assert it.state(A)[1:3] == (2, S.SERVING) and it.state(B) == (1, 1, S.SERVING, 20)
     assert [s.incarnation for s in seen.batches[0].processes] == [2, 2, 1]
+
+
+def test_a_job_that_starts_again_with_fewer_ranks_is_whole_with_these(it: Fleet) -> None:
+    """Its processes say how many there are; as history to a watch that starts after they did."""
+    for _ in range(2):
+        it.see(*((A, rank, process(10 + rank)) for rank in range(4)))
+    fewer = [(A, rank, process(30 + rank)) for rank in range(3)]
+    told = tuple(it.event(AgentEventKind.REGISTERED, p, A, rank, age=FRESH_SECONDS + 1) for _, rank, p in fewer)
+    told = tuple(replace(event, detail={"world_size": "3"}) for event in told)
+    for _ in range(2):
+        it.see(*fewer[:2], events=told)
+    assert it.state(A) == (2, 2, S.READY, 30), "rank 2 is missing"
+    for _ in range(2):
+        it.see(*fewer)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+    it.start()
+    more = [(A, rank, process(50 + rank)) for rank in range(4)]
+    sizes = (
+        replace(it.event(AgentEventKind.REGISTERED, p, A, rank), detail={"world_size": "4"}) for _, rank, p in more
+    )
+    for _ in range(2):
+        it.see(*more, events=tuple(sizes))
+    assert it.state(A) == (3, 3, S.SERVING, 50)
+
+
+def test_a_replica_of_a_larger_job_is_whole_with_the_ranks_that_it_had(it: Fleet) -> None:
+    for pids in (10, 30):
+        ranks = [(A, rank, process(pids + rank)) for rank in range(2)]
+        told = tuple(
+            replace(it.event(AgentEventKind.REGISTERED, p, A, r), detail={"world_size": "8"}) for _, r, p in ranks
+        )
+        for _ in range(2):
+            it.see(*ranks, events=told)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+
+
+def sweeps(it: Fleet, *running: tuple[str, int, ProcessId]) -> None:
+    for _ in range(int(SHRUNK_SECONDS / SWEEP_SECONDS) + 1):
+        it.clock.advance(SWEEP_SECONDS)
+        it.see(*running)
+
+
+def test_fewer_ranks_that_say_nothing_are_whole_once_no_other_one_starts(it: Fleet) -> None:
+    for _ in range(2):
+        it.see(*((A, rank, process(10 + rank)) for rank in range(4)))
+    fewer = [(A, rank, process(30 + rank)) for rank in range(3)]
+    for _ in range(2):
+        it.see(*fewer)
+    it.clock.advance(3600.0)  # the watch stood still
+    for _ in range(2):
+        it.see(*fewer)
+    assert it.state(A) == (2, 2, S.READY, 30)
+    sweeps(it, *fewer)
+    assert it.state(A) == (2, 2, S.SERVING, 30)
+
+
+def test_a_replica_that_restarts_in_part_is_not_whole(it: Fleet) -> None:
+    before = [(A, rank, process(10 + rank)) for rank in range(3)]
+    for _ in range(2):
+        it.see(*before)
+    sweeps(it, (A, 0, process(30)), *before[1:])
+    assert it.state(A) == (2, 2, S.READY, 30), "the other ranks of the incarnation before run"
+    for _ in range(2):
+        it.see(*((B, rank, process(60 + rank)) for rank in range(3)))
+    sweeps(it, (B, 1, process(71)), (B, 2, process(72)))
+    assert it.state(B) == (2, 2, S.READY, 71), "rank 0 is missing"
 
 
 def test_one_that_has_ended_is_stopped_and_what_comes_after_is_the_next(it: Fleet) -> None:
@@ -434,3 +505,35 @@ def test_a_replacement_on_another_node_counts_while_the_process_that_is_ended_li
         seen = it.see((A, 0, old), (A, 0, new))
     assert [(s.replica, s.incarnation) for s in seen.batches[0].processes] == [(A, 1), (A, 2)]
     assert it.state(A) == (2, 2, S.SERVING, 20)
+
+
+def test_a_replica_of_which_nothing_runs_is_dropped_after_an_hour_and_keeps_its_number(it: Fleet) -> None:
+    """Where each job has a name of its own they would become ever more, and all are read at each tick."""
+    for pid in (10, 30):
+        for _ in range(2):
+            it.see((A, 0, process(pid)), (B, 0, process(20)))
+    it.see((A, 0, process(30)), dead=True)
+    it.see((B, 0, process(20)))
+    it.needed = {A}
+    for _ in range(2):
+        it.clock.advance(OVER_SECONDS)
+        it.see((B, 0, process(20)))
+    assert it.state(A) == (2, 2, S.STOPPED, 30), "an open incident is about it"
+    it.needed = set()
+    it.see((B, 0, process(20)))
+    assert set(it.journal.desired()) == set(it.journal.current()) == {B} == set(it.fleet._replicas)
+    assert "30" not in (it.journal.flag(FLAG) or "") and it.journal.flag(FORMER_FLAG) == '{"rollout/0":2}'
+    it.start()
+    for _ in range(2):
+        it.see((A, 0, process(50)), (B, 0, process(20)))
+    assert it.state(A) == (3, 3, S.SERVING, 50) and it.state(B) == (1, 1, S.SERVING, 20)
+
+
+def test_a_replica_of_which_something_runs_is_kept(it: Fleet) -> None:
+    for _ in range(2):
+        it.see((A, 0, process(10)), (A, 1, process(11)))
+    it.see((A, 1, process(11)), events=(it.event(AgentEventKind.EXITED, process(10), A),))
+    for _ in range(3):
+        it.clock.advance(OVER_SECONDS)
+        it.see((A, 1, process(11)))
+    assert it.state(A) == (1, 1, S.STOPPED, 10)

@@ -7,6 +7,7 @@ import pytest
 
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.core.clock import FakeClock
+from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.views.observed_ranks import EXITED_KEPT_SECONDS
@@ -60,6 +61,25 @@ def test_a_job_without_a_known_process_is_warned_of_once(
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == warns
     assert all(text.startswith("job other: none of the 2 processes that the agents report") for text in said)
+
+
+def test_a_node_with_processes_whose_registration_is_lost_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Beside nodes whose processes are known."""
+    seen, clock, elsewhere = _of_two_jobs(), FakeClock(), NodeId("node-2")
+    lost = [
+        replace(p, process=replace(p.process, node=elsewhere, pid=p.process.pid + 5)) for p in seen.batches[0].processes
+    ]
+    more = replace(seen, batches=(*seen.batches, replace(seen.batches[0], node=elsewhere, processes=tuple(lost))))
+    source = OneJobSource(_Source(more), "mine", clock)
+    source.poll(0.1)
+    clock.advance(UNKNOWN_SECONDS - 1.0)
+    source.poll(0.1)
+    assert not caplog.records
+    for _ in range(3):
+        clock.advance(UNKNOWN_SECONDS)
+        source.poll(0.1)
+    (said,) = [r.getMessage() for r in caplog.records]
+    assert said.startswith("node-2: the job of 2 processes is not known") and "of job mine" in said
 
 
 class _Jobs:

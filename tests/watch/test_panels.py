@@ -163,12 +163,6 @@ def test_wrong_options_are_reported(options: PrometheusOptions, reason: str) -> 
         prometheus_source(options, 0.0, FakeClock(), {})
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
-def test_no_such_duration(seconds: float) -> None:
-    with pytest.raises(ConfigError, match="--for"):
-        watch_prometheus(OPTIONS, [Toy()], display=PanelLines(print), seconds=seconds, clock=FakeClock())
-
-
 # --- watching a recording -----------------------------------------------------------------------------------------
 
 

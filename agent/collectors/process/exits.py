@@ -28,6 +28,9 @@ _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
 _INFO_FORMAT = "=QQ11Ii"  # mask, cgroupid, pid .. fsgid, exit_code (a wait status)
 
+_NO_PROCESS = frozenset({errno.ESRCH, errno.ENOENT, errno.EINVAL})
+"""Of `pidfd_open`. The last two: the number is a thread's by now, on newer and on older kernels."""
+
 NUM_WATCHED_MAX = 1024
 
 
@@ -174,7 +177,7 @@ class ExitWatch:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as e:
-            raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}", gone=e.errno == errno.ESRCH) from None
+            raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}", gone=e.errno in _NO_PROCESS) from None
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, pidfd)
             # Checked after the pidfd exists: from here on PID reuse cannot go unnoticed.

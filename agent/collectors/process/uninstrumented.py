@@ -35,7 +35,7 @@ PIDS_MAX = 1 << 16
 READS_MAX = 512
 """Command lines read per poll; the rest of a busy node follows in later polls."""
 ROTATION = 8
-"""A settled process is checked for PID reuse and a new name once in this many polls."""
+"""A settled process is checked for PID reuse, a new name and a place that was taken once in this many polls."""
 YOUNG_SECONDS = 30.0
 """Time after its first sighting during which a process is read at each poll."""
 ANCESTORS_MAX = 16
@@ -72,6 +72,7 @@ class _Seen:
     environ: dict[str, str] = field(default_factory=dict)  # of a Ray worker, from before it set a title
     is_kernel: bool = False
     is_job: bool = False  # it or an ancestor was discovered: never examined again
+    is_refused: bool = False  # for now, as while its rank's former process lives
 
     def restless(self, at: float) -> bool:
         """It may still change its identity."""
@@ -142,7 +143,7 @@ class UninstrumentedJobCollector:
         if seen is None or seen.start_ticks != start_ticks:
             is_kernel = parent == KERNEL_THREADS or pid == KERNEL_THREADS
             seen = self._seen[pid] = _Seen(pid, parent, start_ticks, name, at, is_kernel=is_kernel)
-        elif seen.is_job or seen.is_kernel or not (seen.restless(at) or seen.name != name):
+        elif seen.is_job or seen.is_kernel or not (seen.restless(at) or seen.name != name or seen.is_refused):
             return None
         seen.name = name
         return None if seen.is_kernel else seen
@@ -202,6 +203,7 @@ class UninstrumentedJobCollector:
         else:
             replica = self._number(match, match.replica)
         if replica is None:
+            seen.is_refused = True
             self._log_once(f"more than {SLOTS_PER_NODE} unnumbered processes of role {match.role}")
             return
         detail = {"found_by": match.rule}
@@ -226,6 +228,7 @@ class UninstrumentedJobCollector:
             )
             self._registry.discover(found, detail)
         except (InvalidId, ClaimRejected) as e:
+            seen.is_refused = isinstance(e, ClaimRejected) and e.for_now
             self._log_once(f"process {seen.pid} ({name}, by rule {match.rule}) is not watched: {e}")
             return
         seen.is_job = True

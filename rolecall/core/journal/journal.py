@@ -283,6 +283,13 @@ class Journal:
         with self.store.write() as conn:
             conn.execute(DESIRED.delete().where(DESIRED.c.replica == replica))
 
+    def forget_replicas(self, replicas: Collection[str], *, lease: Lease) -> None:
+        """Removes their desired and actual state. Raises LeaseFenced: `lease` is over."""
+        with self.store.write() as conn:
+            self._check_fence(conn, lease)
+            for table in (DESIRED, ACTUAL):
+                conn.execute(table.delete().where(table.c.replica.in_(list(replicas))))
+
     def desired(self) -> dict[ReplicaId, Desired]:
         return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(_DESIRED)}
 
@@ -352,8 +359,8 @@ class Journal:
 
     def set_flag(self, name: str, value: str | None, *, lease: Lease | None = None) -> None:
         """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`),
-        `observed_incarnations` (see `watch.observed_fleet`), `watched_nodes` (see `recovery.nodes`), and
-        `observed_ranks`, `observed_course`, `observed_capabilities` (see `views`).
+        `observed_incarnations`, `observed_former` (see `watch.observed_fleet`), `watched_nodes` (see `recovery.nodes`),
+        and `observed_ranks`, `observed_course`, `observed_capabilities` (see `views`).
 
         Raises:
             LeaseFenced: `lease` is over.

@@ -4,7 +4,7 @@ The loop never waits: what arrives within `DEADLINE_SECONDS` is stored, the rest
 What another system says of the nodes is read beside that, within `NODE_HEALTH_SECONDS`, and holds no finding up.
 Requests to one agent are sequential, agents are queried concurrently, all in daemon threads. Files are in
 `evidence/<incident>/` of the run, readable by their owner only, redacted like those of `rolecall incident export`; one
-journal event lists the files and what the detectors found in them.
+journal event lists the files and what the detectors found in them. What cannot be stored is analysed all the same.
 """
 
 import hashlib
@@ -65,7 +65,8 @@ BYTES_MAX = {
 2,000 entries 0.3 to 1 MB."""
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500
-"""Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX."""
+"""Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX. That of later ones is only
+analysed: no evidence is removed that someone may still need."""
 REASON_CHARS_MAX = 300
 NUM_STATEMENTS_MAX = 40
 """Texts of each kind in the event."""
@@ -290,14 +291,19 @@ class EvidencePull:
         health_due = self._ask_node_health(job.nodes)
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
         missing = _missing(answers)
-        folder = self._run.path / EVIDENCE_DIR / job.incident_id
+        folder, until = self._run.path / EVIDENCE_DIR / job.incident_id, started_at + 2 * self._deadline_seconds
+        is_stored = True
         try:
-            kept, refused = self._kept(job, folder, answers, started_at + 2 * self._deadline_seconds)
-            missing += refused
+            kept, refused = self._kept(job, folder, answers, until)
             analysis = analyse_evidence(kept, _asked(job), job.ours)
         except OSError as e:
-            kept, analysis = [], EvidenceAnalysis()
+            is_stored = False
             missing.append(f"the collected evidence could not be stored: {e.strerror or e}")
+            try:
+                kept, refused, analysis = self._read_once(job, answers, until)
+            except OSError:  # nor is there room for temporary files
+                kept, refused, analysis = [], [], EvidenceAnalysis()
+        missing += refused
         self._findings.extend(analysis.settling(job.between))
         health = self._health_by(started_at + self._health_seconds, job.nodes, health_due)
         missing += health.missing
@@ -306,6 +312,7 @@ class EvidencePull:
             job.incident_id,
             job.part,
             kept=kept,
+            is_stored=is_stored,
             analysis=analysis,
             missing=missing,
             seconds=seconds,
@@ -340,10 +347,16 @@ class EvidencePull:
         """Its files are not kept."""
         started_at = self._clock.monotonic()
         answers = self._answers(job.asks, started_at + self._deadline_seconds)
-        with tempfile.TemporaryDirectory(prefix="rolecall-stacks-") as folder:
-            kept, _ = self._kept(job, Path(folder) / "stacks", answers, started_at + 2 * self._deadline_seconds)
-            analysis = analyse_evidence(kept, _asked(job))
+        _, _, analysis = self._read_once(job, answers, started_at + 2 * self._deadline_seconds)
         self._findings.extend(analysis.of_a_suspicion())
+
+    def _read_once(
+        self, job: _Job, answers: Sequence[_EvidenceResponse], until: float
+    ) -> tuple[list[EvidenceFile], list[str], EvidenceAnalysis]:
+        """As `_kept`, of files that are removed again, with what is found in them. Raises OSError."""
+        with tempfile.TemporaryDirectory(prefix="rolecall-evidence-") as folder:
+            read, refused = self._kept(job, Path(folder), answers, until)
+            return read, refused, analyse_evidence(read, _asked(job), job.ours)
 
     def _kept(
         self, job: _Job, folder: Path, answers: Sequence[_EvidenceResponse], until: float
@@ -452,6 +465,7 @@ class EvidencePull:
         part: int,
         *,
         kept: Sequence[EvidenceFile] = (),
+        is_stored: bool = True,
         analysis: EvidenceAnalysis | None = None,
         missing: Sequence[str] = (),
         seconds: float = 0.0,
@@ -462,7 +476,7 @@ class EvidencePull:
             return  # these agents do not provide the requested kinds
         collected = EvidenceCollected(
             because=_because(kept, analysis, missing, health),
-            files=tuple(_described(f, self._run.path) for f in kept),
+            files=tuple(_described(f, self._run.path) for f in kept) if is_stored else (),
             statements=tuple(plain(text) for text in (*health, *analysis.statements)[:NUM_STATEMENTS_MAX]),
             findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in analysis.findings[:NUM_STATEMENTS_MAX]),
             missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_STATEMENTS_MAX]),

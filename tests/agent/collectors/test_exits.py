@@ -97,6 +97,12 @@ def test_a_process_that_is_gone_is_refused(exits: ExitWatch) -> None:
         exits.watch(process.pid, start_ticks, lambda status: None)
 
 
+def test_a_process_whose_pid_is_a_threads_id_by_now_is_gone(exits: ExitWatch, thread_id: int) -> None:
+    with pytest.raises(WatchRefused) as refused:
+        exits.watch(thread_id, 1, lambda status: None)
+    assert refused.value.gone
+
+
 def test_a_callback_that_fails_does_not_end_the_watch(exits: ExitWatch, caplog: pytest.LogCaptureFixture) -> None:
     def fail(status: ExitStatus) -> None:
         raise RuntimeError("a defect")

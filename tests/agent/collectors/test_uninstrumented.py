@@ -26,7 +26,7 @@ from rolecall.agent.collectors.process.discovery import (
 )
 from rolecall.agent.collectors.process.discovery import parse_labels as labels_of
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, requested_exit
-from rolecall.agent.collectors.process.uninstrumented import YOUNG_SECONDS, UninstrumentedJobCollector
+from rolecall.agent.collectors.process.uninstrumented import ROTATION, YOUNG_SECONDS, UninstrumentedJobCollector
 from rolecall.agent.events import EventLog
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
@@ -480,6 +480,20 @@ def test_a_successor_takes_the_place_of_the_dead(world: World, job: Job) -> None
     world.poll()
     assert world.found() == {second.pid: ("rollout/32", 0)}
     assert [t.registration.process.pid for t in world.registry.processes()] == [second.pid]  # the dead is not shown
+
+
+def test_a_rank_whose_former_process_outlives_its_first_polls_is_found_in_the_end(world: World, job: Job) -> None:
+    former, second = job.python("train.py", **TORCH), job.python("train.py", **TORCH)
+    world.poll()
+    world.clock.advance(2 * YOUNG_SECONDS)
+    world.poll()
+    (known,) = world.found()
+    (rank,) = {former.pid, second.pid} - {known}
+    os.kill(known, signal.SIGKILL)
+    eventually(lambda: world.reported("exited"), "its exit is reported")
+    for _ in range(ROTATION):
+        world.poll()
+    assert world.found() == {rank: ("trainer/0", 3)}
 
 
 def test_without_a_page_there_is_no_progress(world: World, job: Job) -> None:

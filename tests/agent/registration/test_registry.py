@@ -7,12 +7,16 @@ import queue
 import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from rolecall.agent import registry
 from rolecall.agent.collectors.process.discovery import job_number
 from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
@@ -35,15 +39,15 @@ from tests.support import PATIENCE_SECONDS, eventually
 class World:
     """A registry with its neighbours, in one directory that outlives it."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, node: NodeId = NODE) -> None:
         self.data_dir = data_dir
         (data_dir / "pages").mkdir(exist_ok=True)
         self.clock = FakeClock()
-        self.events = EventLog(data_dir / "events.jsonl", NODE, self.clock)
+        self.events = EventLog(data_dir / "events.jsonl", node, self.clock)
         self.exits = ExitWatch()
         self.exits.start()
         self.registry = Registry(
-            node=NODE, data_dir=data_dir, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
+            node=node, data_dir=data_dir, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
         )
 
     def close(self) -> None:
@@ -144,6 +148,24 @@ def test_a_live_process_that_cannot_be_watched_after_a_restart_is_not_reported_a
     assert again.kinds() == ["registered"] and child.page.exists()
 
 
+def test_a_rank_whose_pid_is_anothers_or_a_threads_by_now_has_ended(world: World, thread_id: int) -> None:
+    waits = [sys.executable, "-S", "-c", "input()"]
+    with (
+        (world.data_dir / "another.log").open("w") as log,
+        subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=log) as another,
+    ):
+        processes = [ProcessId(node=NODE, pid=pid, start_ticks=1) for pid in (thread_id, another.pid)]
+        ranks = [
+            Registration(process=p, replica=f"rollout/{n}", role="rollout", rank=0, incarnation=1)
+            for n, p in enumerate(processes)
+        ]
+        (world.data_dir / "registrations.json").write_text(json.dumps([asdict(r) for r in ranks]))
+        world.registry.adopt()
+    details = {e.replica: e.detail for e in world.reported() if e.kind is AgentEventKind.EXITED}
+    ended = {"cause": "unknown", "noticed": "after a restart of the agent"}
+    assert details == {"rollout/0": ended, "rollout/1": ended} and world.registry.num_live() == 0
+
+
 def test_a_page_that_is_a_pipe_blocks_nothing(world: World, child: Child) -> None:
     os.mkfifo(child.page)
     done = threading.Thread(target=world.register, args=(child, "rollout/1"), daemon=True)
@@ -190,6 +212,37 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
         world.register(other, "rollout/1")  # at once: the exit need not have been noticed yet
     finally:
         other.close()
+
+
+def test_a_claim_that_is_repeated_for_a_place_that_is_taken_is_one_event(
+    world: World, child: Child, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.register(child, "rollout/1")
+    other = Child(world.data_dir)
+    server = RegistrationServer(world.data_dir / "other.sock", {"register": world.registry.register}, world.clock)
+    try:
+        for _ in range(3):
+            answer = server._result(other.pid, json.dumps(claim(other, "rollout/1")).encode())
+            assert answer["for_now"] is True
+            world.clock.advance(2 * REFUSED_SECONDS)
+        assert world.kinds() == ["registered", "refused"] and caplog.text.count("rollout/1:0#1 is process") == 1
+        assert world.registry.num_refused == 3
+    finally:
+        server.stop()
+        other.close()
+
+
+def test_with_too_many_processes_a_further_one_is_refused_for_now(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "NUM_PROCESSES_MAX", 0)
+    with pytest.raises(ClaimRejected) as full:
+        world.register(child, "rollout/1")
+    monkeypatch.undo()
+    with pytest.raises(ClaimRejected) as wrong:
+        world.registry.register(child.pid, claim(child, "rollout/1", secret="guess"))
+    assert (full.value.for_now, wrong.value.for_now) == (True, False)
+    world.register(child, "rollout/1")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -271,17 +324,20 @@ def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None
     assert world.kinds() == ["registered", "registered"]
 
 
-def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child: Child) -> None:
+def test_a_renamed_node_keeps_its_processes_and_reports_no_exception_again(world: World, child: Child) -> None:
+    child.start("rollout/1")
     world.register(child, "rollout/1")
-    exits = ExitWatch()
-    exits.start()
-    renamed = Registry(
-        node=NodeId("gpu-7"), data_dir=world.data_dir, token=TOKEN, events=world.events, exits=exits, clock=world.clock
-    )
-    renamed.adopt()
-    [kept] = renamed.registrations()
-    exits.stop()
-    assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+    child.do("reporter.exception(ValueError('x'))")
+    world.poll()
+    renamed = World(world.data_dir, NodeId("gpu-7"))
+    try:
+        renamed.registry.adopt()
+        renamed.poll()
+        [kept] = renamed.registry.registrations()
+        assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+        assert renamed.kinds() == ["registered", "exception"]
+    finally:
+        renamed.close()
 
 
 def test_an_unfetched_answer_is_removed_at_the_next_start(world: World) -> None:

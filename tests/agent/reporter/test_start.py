@@ -216,6 +216,24 @@ def test_a_second_job_in_the_same_place_is_refused_and_goes_on(agent: AgentProce
         first.close()
 
 
+def test_a_rank_registers_once_the_former_process_of_its_place_has_ended(agent: AgentProcess, tmp_path: Path) -> None:
+    start = f"reporter.start(node_dir={str(tmp_path / 'agent')!r})"
+    former, second = Child(tmp_path / "agent"), Child(tmp_path / "agent")
+    try:
+        former.do(start)
+        eventually(lambda: agent.newest("trainer/0"), "the former registers")
+        second.do("from rolecall.agent.reporter import sender; sender.AGENT_CHECK_SECONDS = 0.05", start)
+        assert "the agent refused register: trainer/0:0#0 is process" in second.warning()
+        former.close()
+        eventually(
+            lambda: (newest := agent.newest("trainer/0")) is not None and newest["process"]["pid"] == second.pid,
+            "the second takes its place",
+        )
+    finally:
+        former.close()
+        assert second.close() == "", "it was told once"
+
+
 def test_a_step_is_one_unit_without_its_collectives(child: Child, tmp_path: Path) -> None:
     child.do("reporter.monotonic = iter(range(1000)).__next__")  # a second at each look
     child.do(

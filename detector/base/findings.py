@@ -30,6 +30,8 @@ FULL_DISK = "full_disk"
 """Detector of disks without space: its findings name a node, and no process is at fault."""
 ORPHAN = "orphan"
 """Detector of engine processes without their server: its findings name a node and a process of no replica."""
+SUSPENDED = "suspended"
+"""Detector of processes that are stopped on purpose: nothing is replaced."""
 COLLAPSE = "collapse"
 """Detector of policy collapse: its findings concern the run, not a machine."""
 

@@ -14,13 +14,14 @@ from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Fate, ReplicaLoad, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.core.text import counted
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
 from rolecall.detector.live.history import ObservationHistory, decode, encode
-from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, phase_text
+from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess, phase_text
 from rolecall.detector.live.processes import VANISHED_SECONDS, MonitoredProcesses
 from rolecall.detector.live.stages.evidence.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.evidence.panels import PanelsStage
@@ -124,20 +125,27 @@ class LiveDetector:
         diagnoses = fusion.fuse(others, self._standing, self._fleet.roster.sizes(), now, of_panels)
         self._standing = {d.key: d for d in diagnoses}
         # Learning is suspended for processes with a finding, and for waiting ones while a fault stalls others.
-        suspects = [s for f in others for s in f.suspects if s.replica]
-        quiet = {key for s in suspects for key in self._held_up(s)}
+        quiet = {
+            s.key
+            for f in others
+            for who in f.suspects
+            if who.replica
+            for s in self._held_up(who)
+            # A rank between two steps that nothing accuses may be at work: how long it takes is learned.
+            if f.fault_class is not FaultClass.CANNOT_TELL or s.phase != Phase.WAIT
+        }
         if any(map(stalls_others, others)):
             quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
         self._fleet.quiet = quiet
         return diagnoses
 
-    def _held_up(self, suspect: Suspect) -> Iterator[Key]:
+    def _held_up(self, suspect: Suspect) -> Iterator[MonitoredProcess]:
         """Its process, and those that compute with it; all of its replica if it names no rank."""
         for s in self._fleet.roster.of_replica(suspect.replica).values():
             if s.incarnation == suspect.incarnation:
                 together = s.sample is not None and s.sample.exchanges
                 if together or suspect.rank in (None, s.rank):
-                    yield s.key
+                    yield s
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Marks older incarnations of `replica` as being replaced: their exits from now on are intended.

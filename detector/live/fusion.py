@@ -34,6 +34,7 @@ from rolecall.detector.base.findings import (
     ORPHAN,
     PANEL,
     SETTLE,
+    SUSPENDED,
     settles,
 )
 
@@ -113,8 +114,8 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector in (COLLAPSE, NOT_FINITE, FULL_DISK, ORPHAN):
-        return "; ".join(own)  # on-call decides whether to stop the run, or what to delete or to end
+    if finding.detector in (COLLAPSE, NOT_FINITE, FULL_DISK, ORPHAN, SUSPENDED):
+        return "; ".join(own)  # on-call decides whether to stop the run, or what to delete, to end or to resume
     usual = finding.fault_class.spec.advice
     # It is already there if a diagnosis is replayed (detector/sources/agent_event_files.py).
     if not any(text.endswith(usual) for text in own):

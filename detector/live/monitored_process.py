@@ -40,6 +40,11 @@ sampled."""
 STEPS = "(steps)"
 """The same for the mean seconds of a step with its waits for other ranks: for phase `step`, which samples may miss on a
 busy machine."""
+PAUSES = "(pauses)"
+"""The same for times between two steps of at least `LONG_PAUSE_SECONDS`, which short ones must not displace: there may
+be a thousand steps between two checkpoints."""
+LONG_PAUSE_SECONDS = 30.0
+"""Half of what a rank that others wait for has in any case."""
 GAPS_KEPT = 512
 """Gaps kept per (role, phase): the P99 of 512 values depends on the five largest."""
 GAPS_MIN = 8
@@ -104,7 +109,7 @@ class ProgressGaps:
 
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
-        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS, UNITS, STEPS}
+        excluded = PHASES_WITHOUT_DUE_PROGRESS | SINGLE_PHASES | {BEATS, UNITS, STEPS, PAUSES}
         keys = [k for k in self.values if k[0] == role and k[1] not in excluded]
         known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
         return max(known) if known else None
@@ -214,7 +219,8 @@ INTERVAL_SMOOTHING = 0.1
 UNPAGED_GAP_SECONDS_MAX = 3.0
 """The same limit for uninstrumented processes, which agents sample once per second."""
 
-STOPPED_STATES = frozenset({"T", "t"})
+TRACED_STATE = "t"
+STOPPED_STATES = frozenset({"T", TRACED_STATE})
 """Stopped, traced: proc(5)."""
 HELD_STATES = STOPPED_STATES | {"D"}
 """Also in an uninterruptible wait."""
@@ -450,9 +456,10 @@ def phase_text(phase: str, step: int) -> str:
 
 
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
-    """Initializes from the first sample: counters are per process, so work finished so far counts."""
+    """Initializes from the first sample: counters are per process, so work finished so far counts. A job that rolecall
+    did not start may be between two steps."""
     subject.slow.start = subject.slow_loading.start = sample
-    if sample.phase in WORK_PHASES:
+    if sample.phase in WORK_PHASES or (subject.foreign and sample.phase == Phase.WAIT):
         subject.worked = sample.progress
 
 
@@ -547,6 +554,8 @@ def _learn(
     warm = previous.phase in subject.phases_done and not (subject.epoch_fresh and previous.phase == Phase.REDUCE)
     if gaps is not None and (warm or previous.phase in SINGLE_PHASES):
         gaps.add(subject.group, previous.phase, gap)
+        if previous.phase == Phase.WAIT and gap >= LONG_PAUSE_SECONDS:
+            gaps.add(subject.group, PAUSES, gap)
     subject.phases_done.add(previous.phase)
 
 

@@ -190,14 +190,14 @@ def test_a_rank_that_writes_a_checkpoint_is_not_accused(
     assert [f.fault_class for f in found] == [FaultClass.HANG] * accused
 
 
-def recording(child: Child, content: dict[str, Any]) -> None:
+def recording(child: Child, content: dict[str, Any], stall: str = STALL) -> None:
     """Gives `child` a torch whose Flight Recorder holds `content`, and has its main thread hang."""
     child.do(
         "import sys, types; m = types.ModuleType('torch._C._distributed_c10d'); "
         f"m._dump_nccl_trace = lambda **options: {pickle.dumps(content, protocol=2)!r}; "
         "sys.modules['torch._C._distributed_c10d'] = m"
     )
-    child.execute(STALL)
+    child.execute(stall)
 
 
 def test_the_engine_process_of_a_trainer_rank_that_holds_a_weight_transfer_up_is_told(tmp_path: Path) -> None:
@@ -272,6 +272,26 @@ def test_a_tie_that_flight_recorders_settle_names_the_rank(
     assert again.fault_class is FaultClass.HANG and again.suspects[0].rank == 1, (
         "`rolecall diagnose` reads what is kept"
     )
+
+
+@pytest.mark.parametrize(("function", "accused"), [("wait_for_data", True), ("save_checkpoint", False)])
+def test_a_rank_that_works_between_two_steps_is_not_named_for_the_wait_of_the_others(
+    run: RunDir, agent: AgentProcess, children: list[Child], tmp_path: Path, function: str, accused: bool
+) -> None:
+    """It has not entered the collective of the next step, and blocks at a lock or writes a checkpoint."""
+    functions = ["all_reduce", "all_reduce", function]
+    for child, content, name in zip(children, hanging_job(tmp_path, 3, late=2), functions, strict=True):
+        recording(child, content, STALL.replace("wait_for_data", name))
+    fleet = [subject(c.pid, c.start_ticks, n, collectives=1) for n, c in enumerate(children)]
+    late = fleet[2].sample
+    assert late is not None
+    fleet[2].sample = replace(late, phase="wait")
+    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, lambda: fleet, SystemClock())
+    pull.request(INCIDENT, diagnosis(fleet, FaultClass.CANNOT_TELL))
+    named = [[s.replica for s in f.suspects] for f in reported(pull).payload.findings]
+    assert named == [["trainer/2"]] * 2, "stacks and recorders both tell of it"
+    assert [f.suspects[0].replica for f in pull.findings()] == ["trainer/2"] * 2 * accused
+    pull.close()
 
 
 XID = "[   77.000000] NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,26 @@ HANG = {"stacks": [2, 0, 1], "flight_recorder": ALL_RANKS, "nccl_ras": ["node-1"
 def test_evidence_requested_for_each_fault_class(fault: F, expected: dict[str, list[object]]) -> None:
     fleet = job()
     assert reported(fault, [suspect(fleet[2])], fleet) == expected, "peers are of other nodes"
+
+
+@pytest.mark.parametrize(
+    ("fields", "first"),
+    [
+        pytest.param({"phase": "wait"}, [37], id="it has not begun the step"),
+        pytest.param({"exchanges": 4}, [37], id="it has begun fewer exchanges"),
+        pytest.param({"exchanges": 5}, [], id="nobody is behind"),
+    ],
+)
+def test_of_many_suspects_those_that_others_may_wait_for_come_first_and_then_one_of_each_node(
+    fields: dict[str, Any], first: list[object]
+) -> None:
+    fleet = [subject("trainer/0", n, f"node-{n // 8}", phase="step") for n in range(64)]
+    for s in fleet:
+        assert s.sample is not None
+        s.sample = replace(s.sample, **{"exchanges": 5} | (fields if s.rank == 37 else {}))
+    stacks = reported(F.CANNOT_TELL, [suspect(s) for s in fleet], fleet)["stacks"]
+    one_of_each_node: list[object] = [*range(0, 64, 8), *range(1, 64, 8)]
+    assert stacks == [*first, *one_of_each_node][:NUM_STACKS_MAX]
 
 
 def test_a_replica_and_a_node_stand_for_their_processes() -> None:

@@ -73,14 +73,20 @@ def guess_cause(status: ExitStatus, *, finished: bool, raised: bool, oom: bool) 
 
 _EXIT_REQUEST_SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP"}
 
+_HANDLED_SIGNAL_CODE = 128
+
 
 def requested_exit(status: ExitStatus) -> str:
-    """Why the exit of an uninstrumented process was intended; empty if it was not.
+    """Why the exit of a process that nobody announces was intended; empty if it was not.
 
-    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not separate faults.
+    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not separate faults. A process
+    that handles the signal, as to save its state before a preemption, ends with 128 and its number by convention.
     """
     if status.code == 0:
         return "exited with code 0"
+    if status.code is not None:
+        handled = _EXIT_REQUEST_SIGNALS.get(status.code - _HANDLED_SIGNAL_CODE)
+        return f"exited with code {status.code}, as after {handled}" if handled else ""
     asked = _EXIT_REQUEST_SIGNALS.get(status.signal or 0)
     return f"ended on {asked}" if asked else ""
 

@@ -62,6 +62,10 @@ STANDBY_BEAT_SECONDS = 30.0
 """Deadline for the heartbeat of a standby that has started and waits. Nothing holds its interpreter; nor does anybody
 wait for it, so that there is time to be sure. Its start has a longer one."""
 
+BETWEEN_BEAT_SECONDS = 30.0
+"""Least deadline for the heartbeat of a running process between two steps of a job that rolecall did not start. Jobs
+compile and fork there, and pickle what an evaluation found, which holds the interpreter: for CPU time above all."""
+
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
 """Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
 enough of them have been observed the first-unit deadline applies."""
@@ -130,8 +134,10 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     # A stopped process neither imports nor compiles. One that has no work yet holds nobody up.
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.group, BEATS) or 0.0, config)
-        # Between two steps jobs compile and fork, too, which holds the interpreter: for CPU time above all.
         is_between = subject.foreign and subject.phase == Phase.WAIT and not subject.stopped
+        if is_between and learned.seconds < BETWEEN_BEAT_SECONDS:
+            text = f"{BETWEEN_BEAT_SECONDS:g} s, between two steps"
+            learned = Deadline(seconds=BETWEEN_BEAT_SECONDS, text=text, learned=False)
         return replace(learned, effective_share=1.0) if is_between else learned
     if is_standby(subject.replica) and subject.phase in PHASES_WITHOUT_DUE_PROGRESS:
         seconds = min(STANDBY_BEAT_SECONDS, config.first_unit_seconds)

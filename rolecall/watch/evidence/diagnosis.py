@@ -57,6 +57,15 @@ class EvidenceAnalysis:
     knows_stopped: bool = False
     at_rest: set[Suspect] = field(default_factory=set)
 
+    def settling(self, between: Collection[Suspect]) -> list[Finding]:
+        """Findings that settle a tie. `between`: processes between two steps, where a job evaluates and writes
+        checkpoints; a finding that names one of them counts only if it is at rest."""
+        return [
+            f
+            for f in self.findings
+            if f.fault_class.spec.settles_ties and self.at_rest.issuperset(s for s in f.suspects if s in between)
+        ]
+
     def of_a_suspicion(self) -> list[Finding]:
         """Only findings about processes at rest: one that writes a checkpoint also holds the others up. Of two ranks,
         stacks alone cannot tell whether the one that waits does so for the other; here nothing moves."""

@@ -27,9 +27,11 @@ from rolecall.core.faults import EvidenceKind
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.journal.payloads.recovery import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.core.telemetry import Phase
 from rolecall.core.text import node_text, plain
 from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import suspect
 from rolecall.recovery.incidents import finite
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import EVIDENCE_DIR, run_redactor
@@ -75,13 +77,15 @@ WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """`incident_id`: empty for a suspicion, whose evidence is not stored. `part`: as in `EvidenceCollector.request`."""
+    """`incident_id`: empty for a suspicion, whose evidence is not stored. `part`: as in `EvidenceCollector.request`.
+    `between`: processes between two steps."""
 
     incident_id: str
     asks: tuple[EvidenceRequest, ...]
     nodes: tuple[str, ...] = ()  # of its suspects
     ours: frozenset[tuple[str, int]] = frozenset()  # node and PID of the job's processes
     part: int = 1
+    between: frozenset[Suspect] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +226,8 @@ class EvidencePull:
                 for p in (*(s.process for s in fleet), *(s.process for s in diagnosis.suspects))
                 if p is not None
             )
-            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours, part=part))
+            between = frozenset(suspect(s) for s in fleet if s.phase == Phase.WAIT)
+            self._enqueue(_Job(incident_id=incident_id, asks=asks, nodes=nodes, ours=ours, part=part, between=between))
         except queue.Full:
             because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
             self._record(incident_id, part, missing=[because])
@@ -299,7 +304,7 @@ class EvidencePull:
             except OSError:  # nor is there room for temporary files
                 kept, refused, analysis = [], [], EvidenceAnalysis()
         missing += refused
-        self._findings.extend(f for f in analysis.findings if f.fault_class.spec.settles_ties)
+        self._findings.extend(analysis.settling(job.between))
         health = self._health_by(started_at + self._health_seconds, job.nodes, health_due)
         missing += health.missing
         seconds = self._clock.monotonic() - started_at

@@ -3,13 +3,14 @@
 The row of the fault's class in `core.faults.FAULTS` names the evidence:
 
     kernel log        last kernel lines of the suspects' nodes
-    stacks            of the suspects and of two of their peers
+    stacks            of the suspects and of two of their peers; of many, of those that the others may wait for
     Flight Recorder   dumps of the whole role, if its processes take part in collectives
     NCCL RAS          one response, which covers the whole job
 
 Only processes known to their agent are included, and each kind is bounded.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -70,7 +71,7 @@ def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> 
     known = {s.process for s in suspected}
     # If the detector has no sample of the suspect yet (a watch that just started), only the diagnosis is used.
     named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
-    suspects = [*map(suspect, suspected), *named]
+    suspects = [*map(suspect, _most_telling(suspected, NUM_STACKS_MAX)), *named]
     wanted = diagnosis.fault_class.spec.evidence
     asks: list[EvidenceRequest] = []
     if EvidenceKind.STACKS in wanted:
@@ -111,11 +112,25 @@ def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProce
     return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
 
 
-def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
+def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> Sequence[MonitoredProcess]:
     """Members of the suspects' collectives: all processes of a role that counts collectives."""
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
     samples = [s.sample for s in members if s.sample is not None]
     if len(members) < 2 or not any(p.collectives_entered > 0 or p.phase in (Phase.REDUCE, Phase.STEP) for p in samples):
         return []
-    return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)
+    return _most_telling(sorted(members, key=lambda s: s.key), NUM_FLIGHT_MAX)
+
+
+def _most_telling(processes: Sequence[MonitoredProcess], number: int) -> Sequence[MonitoredProcess]:
+    """At most `number` of them, if there are more: first those that the others may wait for, which are between two
+    steps or have begun the fewest exchanges, then one of each node, so that no machine is left out."""
+    if len(processes) <= number:
+        return processes
+    num_seen: Counter[tuple[bool, int, str]] = Counter()
+    ordered: list[tuple[tuple[bool, int, int], MonitoredProcess]] = []
+    for s in processes:
+        place = s.phase != Phase.WAIT, s.sample.exchanges if s.sample is not None else 0
+        ordered.append(((*place, num_seen[*place, s.node]), s))
+        num_seen[*place, s.node] += 1
+    return [s for _, s in nsmallest(number, ordered, key=lambda known: known[0])]

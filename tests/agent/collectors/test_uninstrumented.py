@@ -445,12 +445,15 @@ def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: 
     assert not world.reported("finished")
 
 
-@pytest.mark.parametrize("end", ["exits", "is asked to"])
+@pytest.mark.parametrize("end", ["exits", "is asked to", "handles it"])
 def test_an_end_that_was_wanted_is_no_fault(world: World, job: Job, end: str) -> None:
-    rank = job.python("train.py", **TORCH)
+    handles = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print(flush=True); "
+    rank = job.python("train.py", code=handles * (end == "handles it") + WAITS, **TORCH)
     world.poll()
+    assert rank.stdin is not None and rank.stdout is not None
+    if end == "handles it":
+        rank.stdout.readline()
     if end == "exits":
-        assert rank.stdin is not None
         rank.stdin.close()
     else:
         rank.terminate()
@@ -460,6 +463,10 @@ def test_an_end_that_was_wanted_is_no_fault(world: World, job: Job, end: str) ->
 
 def test_only_a_clean_end_was_wanted() -> None:
     assert requested_exit(ExitStatus(code=0)) and requested_exit(ExitStatus(signal=signal.SIGTERM))
+    assert requested_exit(ExitStatus(code=143)) == "exited with code 143, as after SIGTERM"
+    assert requested_exit(ExitStatus(code=130)) and requested_exit(ExitStatus(code=129))
+    for status in (ExitStatus(code=128), ExitStatus(code=134), ExitStatus(code=137), ExitStatus(code=128 + 11)):
+        assert not requested_exit(status)
     for status in (ExitStatus(), ExitStatus(code=1), ExitStatus(signal=signal.SIGKILL), ExitStatus(signal=6)):
         assert not requested_exit(status)
 

@@ -14,6 +14,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.recovery.advice import what_to_do
 from tests.detector.live import torchrun_job
 
 pytestmark = pytest.mark.usefixtures("incarnation")
@@ -239,6 +240,17 @@ def test_the_longest_of_generations_between_two_steps_is_not_suspected(job: Job)
     assert "2 x second longest 45" in suspicion.because
 
 
+def test_a_job_that_a_watch_meets_between_two_steps_is_suspected_late() -> None:
+    """Nothing is known of its pauses, but how long its steps took: three times that, 120 s at least."""
+    job = Job()
+    job.now = 5000.0
+    job.stand({n: {"phase": "wait", "step": 50, "progress": 50} for n in range(4)})
+    assert job.run(110.0) == [] and job.detector.suspicions == ()
+    assert job.run(200.0) == []
+    (suspicion,) = job.detector.suspicions
+    assert "(deadline 300.0 s = 3 x longest 100.00, little history yet)" in suspicion.because
+
+
 def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> None:
     """A job whose steps take minutes may hang before it has made enough of them for a suspicion."""
     job = Job()
@@ -250,6 +262,25 @@ def test_in_the_first_steps_a_stack_settles_which_rank_the_others_wait_for() -> 
     job.pulled = (_stack(job, late),)
     (found,) = job.run(SECONDS)
     assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [3]
+
+
+def test_a_long_checkpoint_is_not_reported_once_such_pauses_are_known(job: Job) -> None:
+    """Rank 0 writes it while the others stand in their next step; a hundred and more steps lie between two of them."""
+
+    def checkpoint(seconds: float) -> list[Diagnosis]:
+        job.stand({0: {"phase": "wait"}, **{n: {"phase": "step"} for n in (1, 2, 3)}})
+        reported = job.run(seconds)
+        for rank in job.ranks:
+            rank.fixed, rank.cpu = {}, 0.9
+        assert job.run(150.0) == []
+        return reported
+
+    for _ in range(2):
+        (tie,) = checkpoint(90.0)
+        assert "rank 0 of trainer/0 has not begun it" in tie.because
+    assert checkpoint(150.0) == []
+    (tie,) = checkpoint(200.0)
+    assert tie.fault_class is FaultClass.CANNOT_TELL, "twice as long as the second longest is told"
 
 
 def _stack(job: Job, *suspects: Suspect) -> Finding:
@@ -264,6 +295,34 @@ def _stack(job: Job, *suspects: Suspect) -> Finding:
     )
 
 
+@pytest.mark.parametrize("phase", ["step", "wait"])
+def test_a_collective_that_times_out_after_a_hang_of_all_blames_no_rank_alone(job: Job, phase: str) -> None:
+    """NCCL's watchdog aborts the ranks that wait, one after another, and the launcher ends the rest."""
+    job.stand({n: {"phase": phase} for n in range(4)})
+    before = job.run(100.0)
+    assert [d.fault_class for d in before] == [FaultClass.CANNOT_TELL] * (phase == "step")
+    job.exit(1, {"signal": "6", "cause": "crashed"})
+    job.run(SECONDS)
+    job.exit(0, {"signal": "6", "cause": "crashed"})
+    for n in (2, 3):
+        job.events.append(job._event(AgentEventKind.FINISHED, n, {}))
+        job.exit(n, {"signal": "15"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1, 0, 2, 3]
+    assert found.confidence == 0.5 and "; trainer/0 ranks 0-3 had stood still for 10" in found.because
+    assert found.because.endswith("the ranks that wait in it, so the cause is not known")
+
+
+def test_a_rank_that_aborts_at_work_between_two_steps_is_named(job: Job) -> None:
+    job.stand({0: {"phase": "wait"}, **{n: {"phase": "step"} for n in (1, 2, 3)}})
+    job.ranks[0].cpu = 0.9
+    job.run(90.0)
+    job.exit(0, {"signal": "6", "cause": "crashed"})
+    (found,) = job.run(4.0)
+    assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [0]
+    assert found.confidence == 1.0
+
+
 @pytest.mark.parametrize(("beats", "kind"), [(False, "process stopped, no heartbeat"), (True, "heartbeat continues")])
 def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Job, beats: bool, kind: str) -> None:
     job.stand({n: {"phase": "wait"} for n in range(4)})
@@ -272,6 +331,56 @@ def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Jo
     job.pulled = (_stack(job, *job.detector.suspicions[0].suspects[3:]),)
     (found,) = job.run(SECONDS)
     assert [s.rank for s in found.suspects] == [3] and found.because.startswith(f"stacks; {kind}")
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "unreported_seconds"),
+    [
+        pytest.param("wait", "R", 28.0, id="between two steps"),  # as while it pickles what an evaluation found
+        pytest.param("wait", "T", 2.0, id="stopped between two steps"),
+        pytest.param("step", "R", 2.0, id="in a step"),
+    ],
+)
+def test_how_long_the_interpreter_may_be_held(job: Job, phase: str, state: str, unreported_seconds: float) -> None:
+    waiting = {n: {"phase": "step", "exchanges": int(job.now) + 1} for n in (0, 1, 3)}
+    job.stand({2: {"phase": phase, "proc_state": state}, **waiting})
+    job.ranks[2].beats, job.ranks[2].cpu = False, 0.0 if state == "T" else 0.9
+    assert job.run(unreported_seconds) == []
+    (found,) = job.run(3.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
+
+
+@pytest.mark.parametrize("phase", ["step", "wait"])
+@pytest.mark.parametrize(
+    ("state", "stopped", "says"),
+    [
+        ("t", [2], "trainer/0 rank 2 (node-1, pid 102) is traced by a debugger (state t) for"),
+        ("T", [0, 1, 2, 3], "are stopped (state T) together with all ranks of their job"),
+    ],
+)
+def test_what_is_stopped_on_purpose_is_told_and_not_accused(
+    job: Job, phase: str, state: str, stopped: list[int], says: str
+) -> None:
+    waiting = {n: {"phase": "step", "exchanges": int(job.now) + 1} for n in range(4)}
+    job.stand(waiting | {n: {"phase": phase, "proc_state": state} for n in stopped})
+    for n in stopped:
+        job.ranks[n].beats, job.ranks[n].cpu = False, 0.0
+    job.events.append(job._event(AgentEventKind.NCCL, 2, {"what": "suspicious", "communicator": "a", "pids": "102"}))
+    (found,) = job.run(40.0)
+    assert found.fault_class is FaultClass.CANNOT_TELL and [s.rank for s in found.suspects] == stopped
+    assert says in found.because and job.detector.suspicions == () and what_to_do(found).startswith("to let ")
+    job.events.append(job._event(AgentEventKind.NCCL, 2, {"what": "advances", "communicator": "a"}))
+    for rank in job.ranks:
+        rank.fixed, rank.cpu, rank.beats = {}, 0.9, True
+    assert job.run(3.0) == []
+
+
+def test_of_ranks_that_are_stopped_one_after_another_each_is_accused(job: Job) -> None:
+    for n in range(4):
+        job.stand({n: {"phase": "step", "proc_state": "T"}})
+        job.ranks[n].beats, job.ranks[n].cpu = False, 0.0
+        (found,) = job.run(5.0)
+    assert found.fault_class is FaultClass.HANG and {s.rank for s in found.suspects} == {0, 1, 2, 3}
 
 
 def skipping(job: Job) -> None:

@@ -336,3 +336,47 @@ def test_a_process_with_little_work_is_not_slow_for_little(extra: Callable[[int,
     job.run(30)
     job.run(180, extra)
     assert not job.named
+
+
+def test_a_process_without_peers_whose_work_becomes_longer_for_good_is_slow_for_half_an_hour() -> None:
+    """As a job of one rank whose answers become longer. Then its new level is usual, and so is the old one again."""
+    detector = LiveDetector(DetectorConfig(), {})
+    process = ProcessId(node=NodeId("node-1"), pid=1, start_ticks=1)
+    at, work, slow_seconds, because = 0.0, 0.0, 0.0, ""
+
+    def run(seconds: float, seconds_per_unit: float) -> bool:
+        nonlocal at, work, slow_seconds, because
+        standing = []
+        for _ in range(round(seconds / 0.5)):
+            at, work = at + 0.5, work + 0.5 / seconds_per_unit
+            sample = ProcessSample(
+                process=process,
+                role="trainer",
+                replica="trainer/0",
+                rank=0,
+                incarnation=0,
+                at=at,
+                wall_at=at,
+                alive=True,
+                page_ok=True,
+                phase=Phase.STEP,
+                step=int(work),
+                progress=int(work),
+                progress_at=at,
+                beats=round(10 * at),
+                busy_seconds=at,
+                work_units=int(work),
+                cpu_seconds=at,
+            )
+            batch = SampleBatch(
+                node=process.node, agent_pid=1, cursor=0, lost=0, at=at, wall_at=at, processes=(sample,), hosts=()
+            )
+            standing = detector.observe(Observation(wall_at=at, batches=(batch,), events=()))
+            slow_seconds += 0.5 * bool(standing)
+            because = standing[0].because if standing else because
+        return bool(standing)
+
+    assert not run(200.0, 0.5) and not because
+    assert run(400.0, 1.25) and ", or its work has changed; its last unit" in because
+    assert not run(1800.0, 1.25) and slow_seconds == pytest.approx(slow.ACCEPTED_SECONDS, abs=5.0)
+    assert not run(300.0, 0.5) and not run(200.0, 1.25)

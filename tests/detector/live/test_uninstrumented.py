@@ -274,14 +274,28 @@ def test_an_exit_is_reported_for_so_long_and_then_forgotten(job: Job) -> None:
     assert not job.run(1200)
 
 
-@pytest.mark.parametrize("state", ["T", "t"])
-def test_a_stopped_process_is_reported_after_seconds_and_no_longer_when_it_goes_on(job: Job, state: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "fault", "says"),
+    [("T", "hang", "process stopped (state T) for"), ("t", "cannot_tell", "is traced by a debugger (state t) for")],
+)
+def test_a_stopped_process_is_reported_after_seconds_and_no_longer_when_it_goes_on(
+    job: Job, state: str, fault: str, says: str
+) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = state, 0.0
     assert not job.run(STOPPED_SECONDS - 1)
-    reported = job.run(4)["hang:trainer/0#0"]
-    assert "trainer/0 rank 1" in reported and f"(state {state}) for" in reported
+    reported = job.run(4)[f"{fault}:trainer/0#0"]
+    assert "trainer/0 rank 1" in reported and says in reported
     job.state["trainer/0:1"] = "S"
     assert not job.run(2)
+
+
+def test_a_role_whose_ranks_are_all_stopped_at_once_is_not_accused(job: Job) -> None:
+    trainers = [name for name, (role, _) in job.who.items() if role == "trainer"]
+    for name in trainers:
+        job.state[name], job.cpu_rate[name] = "T", 0.0
+    (key, because), *others = job.run(STOPPED_SECONDS + 4).items()
+    assert key.startswith("cannot_tell:trainer/0#0") and "together with all ranks of their job" in because
+    assert not others
 
 
 def test_of_two_stopped_ranks_of_a_replica_both_are_named(job: Job) -> None:

@@ -93,6 +93,9 @@ class NcclRasStage(Stage):
                 by_pid.setdefault(x.process.pid, []).append(x)
         found: dict[tuple[object, ...], Finding] = {}
         for stalled in self.state.values():
+            behind = [by_pid[pid][0] for pid in stalled.pids if len(by_pid.get(pid, ())) == 1]
+            if any(x.stopped for x in behind):
+                continue  # other stages tell of a stopped process, which may be stopped on purpose
             f = _finding(stalled, by_pid, now)
             # A rank is a member of several communicators: report it once.
             found.setdefault((f.fault_class, *f.suspects), f)

@@ -10,9 +10,11 @@ frames) identifies the fault.
 reports it within milliseconds). After an exception the stage waits for the same one on peers:
 `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it, or
 where the exception only tells of a lost peer. If all do, the first to exit is named with the words that the cause is
-not known. A process that stays alive after an exception counts as crashed once it finishes no more work while a peer
-does; at once, after the same wait, if nothing caught the exception: its interpreter ends, which takes torch seconds, or
-for ever. Only of jobs that rolecall did not start: its own runtime knows when its processes end.
+not known. So is a rank that SIGABRT ends after it stood still together with peers, beside these: the timeout of a
+collective aborts any rank that waits in it. A process that stays alive after an exception counts as crashed once it
+finishes no more work while a peer does; at once, after the same wait, if nothing caught the exception: its interpreter
+ends, which takes torch seconds, or for ever. Only of jobs that rolecall did not start: its own runtime knows when its
+processes end.
 
 A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`). The first suspect
 is the rank whose node reported a hardware fault, else the first that exited with an error of its own: connections that
@@ -25,18 +27,19 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import EXIT, LOG_FILE
-from rolecall.detector.live.monitored_process import UNITS, MonitoredProcess, phase_text
-from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.monitored_process import UNITS, Key, MonitoredProcess, phase_text
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding, names, suspect
 from rolecall.detector.live.stages.exits.ray_deaths import awaits_word
-from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS
+from rolecall.detector.live.stages.progress.skipped import ABORT_SIGNALS, is_aborted
 from rolecall.detector.live.stages.progress.skipped import DETECTOR as SKIPPED
-from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stages.progress.stall import AWAITED_SECONDS
+from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Stall, Tick, phase_deadline
 
 CONSEQUENCES = frozenset(
     (
@@ -240,6 +243,7 @@ class CrashStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         fleet, now, found = tick.fleet, tick.now, list[Finding]()
+        standing, named = _Standing(tick), set[str]()
         skipped = {s.replica for f in tick.findings if f.detector == SKIPPED for s in f.suspects}
         raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
         if not raisers and not fleet.roster.gone:
@@ -258,7 +262,14 @@ class CrashStage(Stage):
                 continue
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
-                    found.append(_gone(fleet, subject, raised, now))
+                    aborted = subject.foreign and is_aborted(subject)
+                    stood = standing.beside(subject) if aborted else _Stood()
+                    gone = _gone(fleet, subject, raised, now, stood.text)
+                    if stood.text and subject.replica not in named:
+                        named.add(subject.replica)
+                        others = (suspect(p) for p in stood.ranks.values() if p.replica == subject.replica)
+                        gone = replace(gone, suspects=tuple(dict.fromkeys((*gone.suspects, *others))))
+                    found.append(gone)
             elif raised is not None and is_ending(subject, raised):
                 if not _held_for_peers(fleet, subject, raised, now):
                     found.append(_ending(subject, raised, now))
@@ -267,6 +278,41 @@ class CrashStage(Stage):
                 if idle and any(p.worked_wall > raised.received_wall for p in fleet.peers(subject)):
                     found.append(_given_up(subject, raised, now))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Stood:
+    """Processes of a group that stand still, or stood still when they ended, for longer than they may. `text`: their
+    names."""
+
+    ranks: Mapping[Key, MonitoredProcess] = field(default_factory=dict)
+    text: str = ""
+
+
+class _Standing:
+    """By group; made where it is needed."""
+
+    def __init__(self, tick: Tick) -> None:
+        self._tick = tick
+        self._by_group: dict[str, _Stood] = {}
+
+    def beside(self, subject: MonitoredProcess) -> _Stood:
+        """Those that stood still together with this one, itself included, as in a collective that one of them does not
+        enter: its timeout aborts any of the others first. Empty if this one did not, or alone."""
+        stood = self._by_group.get(subject.group)
+        if stood is None:
+            members = [subject, *self._tick.fleet.peers(subject)]
+            ranks = {s.key: s for s in members if self._is_overdue(s)}
+            stood = self._by_group[subject.group] = _Stood(ranks, names(ranks.values()))
+        return stood if subject.key in stood.ranks and len(stood.ranks) > 1 else _Stood()
+
+    def _is_overdue(self, subject: MonitoredProcess) -> bool:
+        """Between two steps, where no progress is due: without work for as long as others may wait for it there."""
+        clocks = subject.stall
+        if subject.phase == Phase.WAIT:
+            return clocks.wall >= AWAITED_SECONDS and clocks.cpu < WORKING_CPUS * clocks.effective
+        deadline = phase_deadline(self._tick.fleet, subject, self._tick.config)
+        return subject.progress_due and Stall(subject, deadline, clocks, False).ripe
 
 
 def _aborted_just_now(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
@@ -334,8 +380,13 @@ def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: Receiv
 
 
 def _gone(
-    fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException | None, now: float
+    fleet: MonitoredProcesses,
+    subject: MonitoredProcess,
+    raised: ReceivedException | None,
+    now: float,
+    stood: str,
 ) -> Finding:
+    """`stood`: names of the ranks that stood still together with it; empty: it did not."""
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
     step = _last_step(detail, sample)
@@ -351,6 +402,11 @@ def _gone(
     lost_peer = raised is not None and is_consequence(raised.event)
     if lost_peer:
         reported += "; this follows from the loss of another process, so the cause is not known"
+    elif stood:
+        reported += (
+            f"; {stood} had stood still for {subject.stall.wall:.0f} s: the timeout of a collective aborts any of the "
+            "ranks that wait in it, so the cause is not known"
+        )
     signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
     oom = signal in SIGKILL_NAMES and (detail.get("cause") == "oom" or abs(subject.exit_wall - struck) <= OOM_SECONDS)
     killer = "; the host's OOM killer was active at that moment" if oom else ""
@@ -358,20 +414,21 @@ def _gone(
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(step)}
     values |= exit_values(signal, oom=oom)
+    is_victim = lost_peer or stood != ""
+    values |= {LOST_PEER: 1.0} if is_victim else {}
     evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values), *log_file(detail)]
     if raised:
-        about_peer = {LOST_PEER: 1.0} if lost_peer else {}
-        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event), values=about_peer))
+        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
     return finding(
         "crash",
         [subject],
         FaultClass.CRASH,
         onset=onset,
         now=now,
-        confidence=0.5 if lost_peer else 1.0,
+        confidence=0.5 if is_victim else 1.0,
         because=because,
         evidence=tuple(evidence),
-        about=f":{LOST_PEER}" if lost_peer else "",
+        about=f":{LOST_PEER}" if is_victim else "",
     )
 
 
@@ -432,7 +489,7 @@ OWN_SIGNALS = frozenset({4, 7, 8, 11})
 SIGKILL and SIGTERM, with which a launcher ends the rest of a job."""
 NUM_NAMED_MAX = 8
 LOST_PEER = "lost_peer"
-"""Value of exception evidence: the exception is a consequence of another process's loss."""
+"""Value of exit evidence: the exit is a consequence of another process's loss or hang."""
 
 
 class LostRanksStage(Stage):
@@ -444,11 +501,12 @@ class LostRanksStage(Stage):
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings with all exits of an incarnation merged at the position of the first."""
+    """The findings with all exits of an incarnation merged at the position of the first. The first suspect of each is
+    the process that ended."""
     groups: dict[tuple[str, int | None], list[Finding]] = {}
     for f in findings:
         is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
-        of_one_replica = len(f.suspects) == 1 and bool(f.suspects[0].replica)
+        of_one_replica = len({s.replica for s in f.suspects}) == 1 and bool(f.suspects[0].replica)
         if is_exit and of_one_replica and any(e.kind == EXIT or e.values.get(UNCAUGHT) for e in f.evidence):
             groups.setdefault((f.suspects[0].replica, f.suspects[0].incarnation), []).append(f)
     one = {id(group[0]): _merged_exits(group) for group in groups.values()}
@@ -472,6 +530,9 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
         alone |= f.fault_class.spec.is_hardware
         (own if alone and its not in nodes else also).append(f)
         nodes |= {its} if f in own else set()
+    # Of a collective that timed out, each rank that waited in it is a suspect.
+    stood = (s for f in group if _lost_peer(lead) and len(f.suspects) > 1 for s in f.suspects)
+    suspects = dict.fromkeys((lead.suspects[0], *stood, *(f.suspects[0] for f in own)))
     because = "; independent second fault: ".join([lead.because, *(f.because for f in own)])
     if also:
         more = f" and {len(also) - NUM_NAMED_MAX} more" if len(also) > NUM_NAMED_MAX else ""
@@ -481,7 +542,7 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
     other_exits = (e for f in also[:NUM_NAMED_MAX] for e in f.evidence if e.kind == EXIT)
     return replace(
         lead,
-        suspects=(lead.suspects[0], *(f.suspects[0] for f in own)),
+        suspects=tuple(suspects),
         because=because,
         evidence=(*lead.evidence, *(e for f in own for e in f.evidence), *other_exits),
     )

@@ -9,7 +9,7 @@ Progress and announced exits are unknown, so a silent process is not diagnosed a
             Restarted processes are excluded. A whole job that ends at once in the same way was stopped on purpose.
   ended     an engine or another service with exit code 0, while the trainers of its job go on: it looks like success
             (verl-omni's issue 433), and is lost to them
-  stopped   in state T (or t: traced) without interruption
+  stopped   in state T without interruption; in state t (traced), or with all ranks of its job: on purpose, as it seems
   stuck     in an uninterruptible wait (state D) without any CPU use: disk, network file system, driver
   starved   runnable, but kept from the CPU by other processes for most of the time, unlike most ranks of its role
 
@@ -26,6 +26,7 @@ from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names
 from rolecall.detector.live.stages.exits.crash import exit_values, log_file
 from rolecall.detector.live.stages.exits.ray_deaths import awaits_word, reason_of
+from rolecall.detector.live.stages.progress.suspended import suspended, suspended_finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.formats.ray_logs import RayReason
 
@@ -94,18 +95,22 @@ class UninstrumentedStage(Stage):
         found += _ended(tick.fleet, tick.now, crashed=bool(found))
         # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another.
         losing = {s.replica for s in processes if s.gone and not s.finished}
+        halted = list[MonitoredProcess]()
         usual: dict[str, float] = {}  # share of time without CPU, by role
         for subject in processes:
             if subject.gone or subject.finished or subject.sample is None or subject.replica in losing:
                 continue
             if subject.halted.wall >= (STUCK_SECONDS if subject.sample.proc_state == "D" else STOPPED_SECONDS):
-                found.append(_stopped(subject, tick.now))
+                halted.append(subject)
             elif subject.starved.wall >= STARVED_SECONDS:
                 if subject.role not in usual:
                     usual[subject.role] = _usual_share(tick.fleet, subject.role)
                 if subject.starved_share - usual[subject.role] >= STARVED_APART:
                     found.append(_starved(subject, tick.now))
-        return found
+        paused = suspended(tick.fleet, halted)
+        spared = {member.key for group in paused for member in group.members}
+        found += [_stopped(s, tick.now) for s in halted if s.key not in spared]
+        return found + [suspended_finding(group, tick.now) for group in paused]
 
 
 def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
@@ -235,7 +240,7 @@ def _stopped(subject: MonitoredProcess, now: float) -> Finding:
     if state == "D":
         what = "uninterruptible wait (state D) with 0 % CPU, for a disk, a file system or a driver,"
     else:
-        what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
+        what = f"process stopped (state {state})"
     return finding(
         "stopped",
         [subject],

@@ -103,7 +103,7 @@ class SkippedCollectiveStage(Stage):
         (alone,) = ahead
         others = [p for p in places if p is not alone]
         # Of a rank that was aborted, and of the one whose collective aborted it, the number may be from before both.
-        known = [p for p in others if not _is_aborted(p.subject)]
+        known = [p for p in others if not is_aborted(p.subject)]
         entered = alone.entered or len(known) < len(others)
         if not entered or not (known or len(places) == 2) or any(p.steps != alone.steps or p.begun for p in others):
             return None
@@ -162,7 +162,7 @@ def _place_of(subject: MonitoredProcess) -> Place | None:
     return Place(subject, steps, between, begun, begun and issued > at_begin)
 
 
-def _is_aborted(subject: MonitoredProcess) -> bool:
+def is_aborted(subject: MonitoredProcess) -> bool:
     event = subject.exit_event
     return event is not None and event.detail.get("signal", "") in ABORT_SIGNALS
 

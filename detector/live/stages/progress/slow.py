@@ -13,6 +13,7 @@ the role's baseline at that load:
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
 the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`).
+A process that has no peers may have other work instead, and is no longer slow after `ACCEPTED_SECONDS`.
 
 Ranks of a replica that compute together finish each unit at the same time. Their busy seconds leave out what they wait
 for each other, so that only the slow one takes longer. Where such waits are not seen (rl_runtime/exchanges.py), all of
@@ -175,6 +176,9 @@ ALONE_RATIO_MIN = 2.0
 """Smallest `slow_ratio` of a process without peers."""
 SIGMA_PRIOR, SIGMA_PRIOR_WEIGHT = 0.6, 10
 """The deviation assumed before anything was observed, and its weight in observations."""
+ACCEPTED_SECONDS = 1800.0
+"""A process that has no peer, and was reported for so long, has other work than before (longer answers, say): what it
+takes is usual from then on. What is slow for so long was reported long ago."""
 STRIDES_MIN = 5
 """Minimum number of consecutive strides for an alarm."""
 HISTORY_MIN = 5
@@ -435,6 +439,9 @@ def _observe(
     else:
         meter.alarmed = meter.cusum >= limit and meter.rising_strides >= STRIDES_MIN
         meter.alarmed_wall = now
+    if meter.alarmed and now - meter.alarmed_wall >= ACCEPTED_SECONDS and all(p.gone for p in fleet.peers(subject)):
+        _accept(state, subject)
+        return
     state.peers.note_sum(subject)
     if not work.censored:
         meter.pending.append((work.load, None if is_little else log_seconds, x, meter.last_x))
@@ -446,6 +453,17 @@ def _observe(
             for item in meter.pending:
                 _learn_from(state, group, meter, *item)
         meter.pending.clear()
+
+
+def _accept(state: SlowState, subject: MonitoredProcess) -> None:
+    """Takes the level that was reported as the usual one, at every load."""
+    meter = state.part.meter(subject)
+    for (group, _), baseline in state.baselines.items():
+        if group == subject.group:
+            baseline.mean += meter.ratio_log
+    meter.alarmed, meter.cusum, meter.smooth, meter.last_x = False, 0.0, 0.0, 0.0
+    meter.pending.clear()
+    state.peers.note_sum(subject)
 
 
 def _learn_from(
@@ -561,6 +579,7 @@ def _finding(
         if meter.peers
         else "its own history (no peer is at work)"
     )
+    instead = "" if meter.peers else ", or its work has changed"
     slow = [s for s in ranks if s is subject or part.meter(s).cusum >= RISING_SUM]
     waits = _waits(subject, [s for s in ranks if s is not subject]) if len(slow) == 1 else None
     if len(slow) > 1:
@@ -571,8 +590,8 @@ def _finding(
     because = (
         f"{who}: {f'{waits.text}; ' if waits else ''}for {now - meter.rising_since:.0f} s "
         f"({meter.rising_strides} strides) {it} has "
-        f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU; "
-        f"its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
+        f"taken {ratio:.1f} times the seconds per unit of {against}, and not because neighbours starve it of CPU"
+        f"{instead}; its last unit took {meter.seconds_per_unit:.3g} s at load {meter.load:.3g} instead of "
         f"{meter.expected_seconds_per_unit:.3g} s (CUSUM {meter.cusum:.1f} is above {meter.limit:.1f}, the threshold "
         f"for {config.slow_false_alarms_per_day:g} false alarms per day)"
     )

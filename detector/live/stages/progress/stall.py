@@ -19,9 +19,17 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.monitored_process import STOPPED_STATES, MonitoredProcess, ProgressClocks, phase_text
+from rolecall.detector.live.monitored_process import (
+    PAUSES,
+    STOPPED_STATES,
+    TAIL_FACTOR,
+    MonitoredProcess,
+    ProgressClocks,
+    phase_text,
+)
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.nodes.agent_lost import REFUSED, unreachable_reason
+from rolecall.detector.live.stages.progress.suspended import suspended, suspended_finding
 from rolecall.detector.live.stages.stage import (
     EMERGING_SHARE,
     WORKING_CPUS,
@@ -56,12 +64,16 @@ class StallStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         groups: dict[object, list[Stall]] = {}
-        for s in own(tick.stalls):
-            if s.ripe:
+        ripe = [s for s in own(tick.stalls) if s.ripe]
+        paused = suspended(tick.fleet, [s.subject for s in ripe if s.beats_stopped])
+        spared = {member.key for group in paused for member in group.members}
+        for s in ripe:
+            if s.subject.key not in spared:
                 who, at_one_place = s.subject, s.subject.phase in PLACES and not s.beats_stopped
                 key = (who.replica, who.incarnation, who.phase) if at_one_place else who.key
                 groups.setdefault(key, []).append(s)
-        return [_hang(tick.fleet, group, tick.now) for group in groups.values()]
+        hangs = [_hang(tick.fleet, group, tick.now) for group in groups.values()]
+        return [*hangs, *(suspended_finding(group, tick.now) for group in paused)]
 
 
 class DependentStallStage(Stage):
@@ -88,8 +100,8 @@ class DependentStallStage(Stage):
 
 
 AWAITED_SECONDS = 60.0
-"""A rank that the others wait for may evaluate or write a checkpoint for so long before anything is reported; until
-then its stack is looked at (`wait.py`)."""
+"""A rank that the others wait for may evaluate or write a checkpoint for so long before anything is reported, or twice
+as long as the second longest such pause of its job; until then its stack is looked at (`wait.py`)."""
 
 
 def _judge_dependent(
@@ -98,8 +110,10 @@ def _judge_dependent(
     """A single stalled process of a role and phase is hung, unless another rank of its replica has not begun the step;
     several wait for an unknown cause."""
     awaited = _not_begun(fleet, role, group)
-    if awaited and max(s.clocks.wall for s in group) < AWAITED_SECONDS:
-        return None
+    if awaited:
+        usual = TAIL_FACTOR * fleet.gaps.second_longest(awaited[0].group, PAUSES)
+        if max(s.clocks.wall for s in group) < max(AWAITED_SECONDS, usual):
+            return None
     if len(group) == 1 and not awaited:
         return _hang(fleet, group, now)
     return _waiting_for_unknown(role, phase, group, awaited, now)

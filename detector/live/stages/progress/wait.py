@@ -17,7 +17,12 @@ from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.monitored_process import MonitoredProcess, learned_deadline, least_of_long_units
+from rolecall.detector.live.monitored_process import (
+    MonitoredProcess,
+    learned_deadline,
+    least_of_few_units,
+    least_of_long_units,
+)
 from rolecall.detector.live.processes import finding, names
 from rolecall.detector.live.stages.stage import WORKING_CPUS, Stage, Tick
 
@@ -41,8 +46,8 @@ class WaitStage(Stage):
         accused = {s.replica for f in tick.findings if f.fault_class is not FaultClass.CANNOT_TELL for s in f.suspects}
         for replica in replicas.keys() - accused:
             ranks = [s for s in tick.fleet.roster.of_replica(replica).values() if not s.finished]
-            if not ranks or not all(_stands(s, floor) for s in ranks):
-                continue  # without any: the job is over
+            if not ranks or not all(_stands(s, floor) for s in ranks) or any(s.stopped for s in ranks):
+                continue  # without any: the job is over; of a stopped one its heartbeats tell
             engines = _engines(tick, accused) if ranks[0].role == TRAINER else []
             if len(ranks) + len(engines) >= RANKS_MIN:
                 self._suspect(tick, ranks, engines)
@@ -56,7 +61,12 @@ class WaitStage(Stage):
         gaps, ceiling = tick.fleet.gaps, tick.config.hang_ceiling_seconds
         # Generations and evaluations lie here, too: a stack does not tell the longest of them from a hang.
         long = [m for m in least_of_long_units(gaps, group, Phase.WAIT) if m.factor * m.seconds > ceiling]
-        deadline = learned_deadline(gaps.p99(group, Phase.WAIT) or 0.0, tick.config, long)
+        usual = gaps.p99(group, Phase.WAIT) or 0.0
+        deadline = learned_deadline(usual, tick.config, long)
+        if not usual and any(Phase.WAIT not in s.phases_done for s in between):
+            # The watch began in this pause: only what the process counted tells how long one may be.
+            known = max((s.mean_step_seconds or 0.0 for s in between), default=0.0)
+            deadline = learned_deadline(None, tick.config, least_of_few_units(known))
         longest = max(s.stall.wall for s in ranks)
         if longest < deadline.seconds:
             return

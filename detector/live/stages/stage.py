@@ -63,8 +63,9 @@ STANDBY_BEAT_SECONDS = 30.0
 wait for it, so that there is time to be sure. Its start has a longer one."""
 
 BETWEEN_BEAT_SECONDS = 30.0
-"""Least deadline for the heartbeat of a running process between two steps of a job that rolecall did not start. Jobs
-compile and fork there, and pickle what an evaluation found, which holds the interpreter: for CPU time above all."""
+"""Least deadline for the heartbeat of a running process between two steps of a job that rolecall did not start, while no
+rank waits for it in the next step. Jobs compile and fork there, and pickle what an evaluation found, which holds the
+interpreter: for CPU time above all."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
 """Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
@@ -135,7 +136,7 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     if subject.worked or (subject.stopped and subject.phase not in PHASES_WITHOUT_DUE_PROGRESS):
         learned = learned_deadline(fleet.gaps.p99(subject.group, BEATS) or 0.0, config)
         is_between = subject.foreign and subject.phase == Phase.WAIT and not subject.stopped
-        if is_between and learned.seconds < BETWEEN_BEAT_SECONDS:
+        if is_between and learned.seconds < BETWEEN_BEAT_SECONDS and not _is_waited_for(fleet, subject, config):
             text = f"{BETWEEN_BEAT_SECONDS:g} s, between two steps"
             learned = Deadline(seconds=BETWEEN_BEAT_SECONDS, text=text, learned=False)
         return replace(learned, effective_share=1.0) if is_between else learned
@@ -145,6 +146,17 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
     if subject.phase in PHASES_BEFORE_WORK:
         return single_deadline(fleet.gaps.longest(subject.group, Phase.START), subject.is_first, config)
     return learned_deadline(None, config)
+
+
+def _is_waited_for(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> bool:
+    """Whether another rank of its replica stands in a step for longer than that takes."""
+    return any(
+        p.replica == subject.replica
+        and p.phase == Phase.STEP
+        and not p.gone
+        and p.stall.wall >= phase_deadline(fleet, p, config).seconds
+        for p in fleet.peers(subject)
+    )
 
 
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:

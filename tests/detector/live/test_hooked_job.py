@@ -334,15 +334,18 @@ def test_how_a_rank_hangs_that_its_stack_names_is_told_by_its_heartbeats(job: Jo
 
 
 @pytest.mark.parametrize(
-    ("phase", "state", "unreported_seconds"),
+    ("phase", "state", "others", "unreported_seconds"),
     [
-        pytest.param("wait", "R", 28.0, id="between two steps"),  # as while it pickles what an evaluation found
-        pytest.param("wait", "T", 2.0, id="stopped between two steps"),
-        pytest.param("step", "R", 2.0, id="in a step"),
+        pytest.param("wait", "R", "wait", 28.0, id="in an evaluation"),  # as while it pickles the results
+        pytest.param("wait", "R", "step", 2.0, id="between two steps"),
+        pytest.param("wait", "T", "step", 2.0, id="stopped between two steps"),
+        pytest.param("step", "R", "step", 2.0, id="in a step"),
     ],
 )
-def test_how_long_the_interpreter_may_be_held(job: Job, phase: str, state: str, unreported_seconds: float) -> None:
-    waiting = {n: {"phase": "step", "exchanges": int(job.now) + 1} for n in (0, 1, 3)}
+def test_how_long_the_interpreter_may_be_held(
+    job: Job, phase: str, state: str, others: str, unreported_seconds: float
+) -> None:
+    waiting = {n: {"phase": others, "exchanges": int(job.now) + (others == "step")} for n in (0, 1, 3)}
     job.stand({2: {"phase": phase, "proc_state": state}, **waiting})
     job.ranks[2].beats, job.ranks[2].cpu = False, 0.0 if state == "T" else 0.9
     assert job.run(unreported_seconds) == []

@@ -63,8 +63,8 @@ STANDBY_BEAT_SECONDS = 30.0
 wait for it, so that there is time to be sure. Its start has a longer one."""
 
 BETWEEN_BEAT_SECONDS = 30.0
-"""Least deadline for the heartbeat of a running process between two steps of a job that rolecall did not start, while no
-rank waits for it in the next step. Jobs compile and fork there, and pickle what an evaluation found, which holds the
+"""Least deadline for the heartbeat of a running process between two steps of a job that rolecall did not start, while
+no rank waits for it in the next step. Jobs compile and fork there, and pickle what an evaluation found, which holds the
 interpreter: for CPU time above all."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})

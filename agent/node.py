@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +112,6 @@ class Agent:
         Raises:
             DirectoryInUse: another agent uses it.
             OSError: the directory, socket or port is unavailable.
-            ConfigError: the socket of the node health check is unavailable.
         """
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
@@ -153,7 +152,7 @@ class Agent:
         )
         self.ring = SampleRing(settings.node, os.getpid(), clock)
         collectors = settings.collectors(self.registry) if settings.collectors else ()
-        self._probes = Probes(collectors, self.events, clock)
+        self._probes = Probes([*collectors, *self._health_server()], self.events, clock)
         probes, ranks = self._probes, self.registry.registrations
         gpus = GpuSamples(settings.node, lambda: probes.newest(GPU_PROBES), ranks, settings.proc)
         engines = EngineActivity(lambda: probes.newest(ENGINE_PROBES))
@@ -190,19 +189,18 @@ class Agent:
         }
         mode = SOCKET_MODE if settings.group_registers else 0o600
         self._intake = RegistrationServer(self._dir / SOCKET_NAME, answerers, clock, mode)
-        self._health = self._health_server()
 
-    def _health_server(self) -> "HealthServer | None":
+    def _health_server(self) -> "Iterator[HealthServer]":
         settings = self._settings
         if settings.health_socket is None:
-            return None
+            return
         # Only here: agents of a bundled run import neither httpx nor grpc.
         from rolecall.agent.node_health import HealthServer, NodeFitness, ask_watch, booted_wall
 
         url, node = settings.health_watch, settings.node
         asks = (lambda: ask_watch(url, node)) if url else None
         booted = booted_wall(settings.proc, self._clock)
-        return HealthServer(settings.health_socket, NodeFitness(self.events, self._clock, asks, booted_wall=booted))
+        yield HealthServer(settings.health_socket, NodeFitness(self.events, self._clock, asks, booted_wall=booted))
 
     @property
     def url(self) -> str:
@@ -234,8 +232,6 @@ class Agent:
         self._probes.start()
         self._intake.start()
         self._http.start()
-        if self._health is not None:
-            self._health.start()
         start_ticks = process_start_ticks(os.getpid())
         logger.info("watches node %s, serves at %s", self._settings.node, self.url)
         if self._settings.tls is None and not is_loopback(self._settings.host):
@@ -274,8 +270,6 @@ class Agent:
     def _shut(self) -> None:
         remove(self._dir / "agent.json")
         self._http.stop()
-        if self._health is not None:
-            self._health.stop()
         self._intake.stop()
         self._probes.stop()
         self._exits.stop()

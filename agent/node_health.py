@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import Clock
-from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import NodeId
@@ -40,6 +40,8 @@ NUM_REASONS_MAX = 20
 REASON_CHARACTERS = 300
 NUM_THREADS = 4
 STOP_SECONDS = 1.0
+RETRY_SECONDS = 60.0
+"""Until the package or the socket's folder is there."""
 BOOT_MARGIN_SECONDS = 30.0
 """The clock may be set after the boot; no agent writes for as long before one."""
 SOCKET_MODE = 0o666
@@ -148,37 +150,48 @@ def ask_watch(url: str, node: NodeId) -> tuple[str, ...]:
 
 
 class HealthServer:
-    """Listens from construction, answers from `start` to `stop`."""
+    """A collector that reads nothing: it answers from its first `read` to `close`. Where it cannot, its probe is down
+    and all else of the agent works: NVRx takes a node without an answer for healthy, and a node without an agent has no
+    other signals either."""
+
+    name = "node_health"
+    interval_seconds = RETRY_SECONDS
 
     def __init__(self, socket: Path, fitness: NodeFitness) -> None:
-        """Raises ConfigError: grpcio is not installed, or the socket cannot be made."""
+        self._socket, self._fitness, self._one = socket, fitness, threading.Lock()
+        self._server: Any = None
+
+    def read(self, at: float) -> CollectorReading:
+        if self._server is None:
+            self._server = self._started()
+        return CollectorReading()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.stop(grace=None).wait(STOP_SECONDS)
+            remove(self._socket)
+
+    def _started(self) -> Any:
+        """Raises CollectorUnavailable: grpcio is not installed, or the socket cannot be made."""
         try:
             import grpc
         except ImportError:
-            raise ConfigError(
-                ["node_health.enabled: needs the package grpcio: pip install 'rolecall[agent,nvrx]'"]
-            ) from None
-        self._socket, self._fitness, self._one = socket, fitness, threading.Lock()
+            because = "node_health needs the package grpcio: pip install 'rolecall[agent,nvrx]'"
+            raise CollectorUnavailable(because) from None
         handler = grpc.unary_unary_rpc_method_handler(self._answer)  # bytes in and out
-        self._server = grpc.server(futures.ThreadPoolExecutor(NUM_THREADS, "node health"))
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})])
+        server = grpc.server(futures.ThreadPoolExecutor(NUM_THREADS, "node health"))
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})])
         try:
-            socket.parent.mkdir(parents=True, exist_ok=True)
-            bound = self._server.add_insecure_port(f"unix://{socket.absolute()}")
+            self._socket.parent.mkdir(parents=True, exist_ok=True)
+            bound = server.add_insecure_port(f"unix://{self._socket.absolute()}")
             if not bound:
                 raise RuntimeError("not bound")
-            socket.chmod(SOCKET_MODE)
+            self._socket.chmod(SOCKET_MODE)
         except (RuntimeError, OSError) as e:
-            raise ConfigError(
-                [f"node_health.socket: {socket}: cannot listen there: {plain(e, REASON_CHARACTERS)}"]
-            ) from None
-
-    def start(self) -> None:
-        self._server.start()
-
-    def stop(self) -> None:
-        self._server.stop(grace=None).wait(STOP_SECONDS)
-        remove(self._socket)
+            because = f"node_health.socket: {self._socket}: cannot listen there: {plain(e, REASON_CHARACTERS)}"
+            raise CollectorUnavailable(because) from None
+        server.start()
+        return server
 
     def _answer(self, _request: bytes, _context: Any) -> bytes:
         with self._one:

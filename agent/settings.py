@@ -130,7 +130,8 @@ class NodeHealthSection(Section):
     enabled: bool = False
     """Serve it. Needs the package grpcio."""
     socket: Path | None = None
-    """Unix socket to listen on, for any user of the node. null: `nvhcd.sock` in `data_dir`."""
+    """Unix socket to listen on; any user who can enter its folder may ask. null: `nvhcd.sock` in `data_dir`, which only
+    the agent's user and group can enter."""
     watch: Annotated[str, Field(pattern=r"^(https?://[^/?#]+)?$")] = ""
     """URL of a watch (`--metrics`) whose incidents and quarantines count, too. Empty: only the agent's own events."""
 

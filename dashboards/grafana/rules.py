@@ -28,6 +28,14 @@ UNLESS_ENDED = "unless on (job, instance) (rolecall_run_ended == 1)"
 UNLESS_TRAINED = "unless on (job, instance) (rolecall_run_step + 1 == rolecall_run_steps_wanted)"
 """All steps are done: the last evaluation and checkpoint remain."""
 OBSERVE_MODE = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
+MISSING_WATCH = f"""
+max by (job) (
+  present_over_time(up{{job="{WATCH_JOB}"}}[1d]) unless on (job, instance) present_over_time(rolecall_run_ended[1d])
+)
+unless on (job) present_over_time(up{{job="{WATCH_JOB}"}}[5m])
+and on () (rolecall_process_up == 1)
+"""
+"""Not where agents run without any watch, between two jobs, or after a run of rolecall, whose targets end with it."""
 REPORTED_BY = "(reported by {{ $labels.instance }})"
 GPU_OF_NODE = "GPU {{ $labels.gpu }} of {{ $labels.node }}"
 ALERT = "{alert}"
@@ -111,6 +119,13 @@ WATCH = RuleGroup(
             summary="Watch {{ $labels.instance }} is down",
             description="Prometheus has not scraped {{ $labels.instance }} for a minute. While it is down, faults of "
             "its run are neither detected nor recovered, unless a second watch takes over.",
+        ),
+        "RolecallWatchMissing": critical(
+            expr=MISSING_WATCH,
+            hold="1m",
+            summary="No watch is left, and ranks are running",
+            description="Prometheus has had no target of a watch for five minutes, as where its pod does not start; it "
+            "had one within the last day. Faults of ranks that the agents see are neither detected nor recovered.",
         ),
         "RolecallDetectionDown": critical(
             expr="rolecall_watch_blind == 1",

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.daemon import HEALTH_SOCKET_NAME
 from rolecall.agent.events import EventLog
 from rolecall.agent.node_health import Fitness, HealthServer, NodeFitness, ask_watch
@@ -34,6 +35,7 @@ from rolecall.recovery.projection import IncidentProjection, open_incident
 from rolecall.watch.addresses import ListenAddress
 from rolecall.watch.meter import Meter
 from rolecall.watch.server import JournalMetricsPoller, WatchServer
+from tests.agent.processes import NODE as PROCESS_NODE
 from tests.agent.processes import AgentProcess
 from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
@@ -200,11 +202,11 @@ def test_an_answer_is_what_protobuf_reads(fitness: Fitness) -> None:
 @contextmanager
 def serving(node: Watched, socket: Path) -> Iterator[Path]:
     server = HealthServer(socket, node.fitness)
-    server.start()
+    server.read(0.0)
     try:
         yield socket
     finally:
-        server.stop()
+        server.close()
 
 
 def test_it_answers_over_its_socket(node: Watched, tmp_path: Path) -> None:
@@ -218,10 +220,27 @@ def test_it_answers_over_its_socket(node: Watched, tmp_path: Path) -> None:
     assert not socket.exists()
 
 
-def test_a_socket_that_cannot_be_made_is_named(node: Watched, tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 120) / "nvhcd.sock"
-    with pytest.raises(ConfigError, match=r"node_health\.socket: .*nvhcd\.sock: cannot listen there"):
-        HealthServer(long, node.fitness)
+@pytest.mark.parametrize("place", ["x" * 120, "file"])
+def test_a_socket_that_cannot_be_made_is_named(node: Watched, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    server = HealthServer(tmp_path / place / "nvhcd.sock", node.fitness)
+    with pytest.raises(CollectorUnavailable, match=r"node_health\.socket: .*nvhcd\.sock: cannot listen there"):
+        server.read(0.0)
+    server.close()
+
+
+def test_it_answers_once_the_socket_can_be_made(node: Watched, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.touch()
+    server = HealthServer(folder / "nvhcd.sock", node.fitness)
+    with pytest.raises(CollectorUnavailable):
+        server.read(0.0)
+    folder.unlink()
+    server.read(60.0)
+    try:
+        assert asked(folder / "nvhcd.sock").success
+    finally:
+        server.close()
 
 
 def test_it_is_off_unless_the_file_says_so(tmp_path: Path) -> None:
@@ -250,6 +269,25 @@ def test_the_agent_of_a_node_serves_it(config: Path, tmp_path: Path) -> None:
     finally:
         agent.close()
     assert not socket.exists()
+
+
+def test_an_agent_that_cannot_serve_it_watches_its_node_all_the_same(config: Path, tmp_path: Path) -> None:
+    """One that ends in place of it would see no fault at all, and is started again without end."""
+    (tmp_path / "file").touch()
+    socket = tmp_path / "file" / "nvhcd.sock"
+    config.write_text(config.read_text().replace("enabled: true", f"enabled: true, socket: {socket}"))
+    agent = AgentProcess(tmp_path / "node", "--config", str(config), "--port", "0")
+    try:
+
+        def down() -> list[str]:
+            return [e["detail"]["reason"] for e in agent.events() if e["kind"] == K.PROBE_DOWN]
+
+        eventually(down, "its probe is down")
+        assert any(f"{socket}: cannot listen there" in reason for reason in down())
+        assert agent.get("/healthz")[0] == 200
+        assert f'rolecall_probe_up{{node="{PROCESS_NODE}",probe="node_health"}} 0' in agent.get("/metrics")[1]
+    finally:
+        agent.close()
 
 
 def test_the_agent_of_a_run_does_not_import_grpc(tmp_path: Path) -> None:

@@ -15,13 +15,16 @@ import yaml
 from typer.main import get_command
 
 from rolecall.agent.daemon import _parser
+from rolecall.agent.daemon import main as agent_main
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
 from rolecall.cli.watch import watch as watch_commands
 from rolecall.core.config.actuators import KubernetesActuator
 from rolecall.core.config.watched import load_watched, parse_watched
 from rolecall.dashboards.grafana.rules import rules_yaml
 from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB, parse_address
-from rolecall.watch.agents import entries_of
+from rolecall.watch.agents import AGENTS_MAX, ASK_SECONDS, CONCURRENT_REQUESTS, entries_of
+from rolecall.watch.panels import authorization
+from rolecall.watch.server import TICK_AGE_SECONDS_MAX
 from tests.agent.processes import AgentProcess
 from tests.recovery.actuators.kubernetes_schemas import SUPPORTED, problems
 
@@ -73,6 +76,15 @@ def _scraped_pods() -> dict[str, tuple[str, str]]:
         assert by_label["action"] == by_port["action"] == "keep" and instance["target_label"] == "instance"
         found[scrape["job_name"]] = by_label["regex"], by_port["regex"]
     return found
+
+
+PATIENT_SECONDS = 30
+"""For a node that is busy: a restart of what watches it helps nobody."""
+
+
+def _probe_seconds(probe: dict[str, Any]) -> float:
+    """How long it must fail without a break until the container is ended."""
+    return float(probe["periodSeconds"] * probe["failureThreshold"])
 
 
 def _config_map(folder: Path) -> AgentFile:
@@ -132,6 +144,24 @@ def test_the_unit_starts_the_agent_as_it_is() -> None:
     assert f"{file.kernel_log.path} r" in UNIT.read_text()
 
 
+def test_the_socket_of_nvrx_is_where_the_unit_may_make_it_and_any_user_reach_it() -> None:
+    unit, page = _unit(), (ROOT / "docs" / "howto" / "slurm.md").read_text()
+    (example,) = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "node_health:" in text]
+    socket = AgentFile.model_validate({"node": "x", **yaml.safe_load(example)}).node_health.socket
+    assert socket is not None and socket.parent == Path("/run") / unit["RuntimeDirectory"]
+    assert unit["RuntimeDirectoryMode"] == "0755" and unit["DynamicUser"] == "yes"
+    assert f"--ft-node-health-check-endpoint {socket} " in page
+
+
+def test_an_image_gets_nothing_that_git_ignores() -> None:
+    """`COPY .` of the how-to on Kubernetes: the environment alone is gigabytes."""
+    left_out = (ROOT / ".dockerignore").read_text().split()
+    for line in (ROOT / ".gitignore").read_text().split():
+        name = line.strip("/")
+        assert {name, f"**/{name}"} & {*left_out}, line
+    assert ".git" in left_out
+
+
 def _systemd_analyze() -> str:
     program = shutil.which("systemd-analyze")
     if program is None:
@@ -183,6 +213,42 @@ def test_the_pods_configuration_is_one(tmp_path: Path) -> None:
     assert {m["name"] for m in mounts.values()} == set(volumes)
 
 
+def _secret_file(pod: dict[str, Any], path: Path) -> tuple[str, str]:
+    """Secret and key of a file in the pod's last container."""
+    container = pod["containers"][-1]
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == str(path.parent)]
+    (secret,) = [v["secret"] for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert mount["readOnly"] is True and "optional" not in secret, "without it an agent would make a token of its own"
+    (key,) = [item["key"] for item in secret["items"] if item["path"] == path.name]
+    return secret["secretName"], key
+
+
+def test_the_watch_has_the_token_of_all_agents(tmp_path: Path) -> None:
+    token_file = _config_map(tmp_path).token_file
+    assert token_file is not None
+    secret, key = _secret_file(_pod(), token_file)
+    pod = _by_kind(WATCH)["Deployment"]["spec"]["template"]["spec"]
+    (argument,) = [a for a in pod["containers"][0]["args"] if a.startswith("--credentials=")]
+    of_watch = _secret_file(pod, Path(argument.partition("=")[2]))
+    assert of_watch == (secret, "credentials") and key == "token"
+    command = f"create secret generic {secret} --from-file={key} --from-file={of_watch[1]}"
+    assert command in (ROOT / "docs" / "howto" / "kubernetes.md").read_text()
+
+
+def test_the_secret_is_what_the_watch_sends_and_an_agent_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = AgentProcess(tmp_path / "node", "--config", str(DEPLOY / "agent.yaml"), "--port", "0")
+    try:
+        assert agent_main(["token", "--bearer", "--token-file", str(tmp_path / "token")]) == 0
+        (tmp_path / "credentials").write_text(capsys.readouterr().out)
+        header = authorization(tmp_path / "credentials", {})
+        assert agent.get("/v1/evidence/nccl_ras")[0] == 401
+        assert agent.get("/v1/evidence/nccl_ras", Authorization=header)[0] != 401
+    finally:
+        agent.close()
+
+
 def test_the_pods_arguments_are_understood(tmp_path: Path) -> None:
     container = _container()
     assert container["command"] == ["python", "-m", "rolecall.agent"]
@@ -204,6 +270,7 @@ def test_probes_and_scrapes_meet_the_agents_port(tmp_path: Path) -> None:
     assert port == AgentFile(node="x").port == named["containerPort"] == named["hostPort"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": named["name"]}
+    assert _probe_seconds(container["livenessProbe"]) > PATIENT_SECONDS
     assert _manifests()["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= _pod_labels(DAEMONSET).items()
     scraped = _scraped_pods()
     assert scraped["rolecall-agent"] == scraped["rolecall-dcgm"]
@@ -299,6 +366,16 @@ def test_the_watch_is_started_as_it_is(tmp_path: Path) -> None:
     assert {*mounts.values()} == {*volumes}
 
 
+def test_a_watch_that_hangs_is_restarted_and_one_that_starts_slowly_is_not() -> None:
+    (container,) = _by_kind(WATCH)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    for probe in ("startupProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": port["name"]}
+    asks_all = AGENTS_MAX / CONCURRENT_REQUESTS * ASK_SECONDS
+    assert _probe_seconds(container["startupProbe"]) > asks_all, "it serves once each agent was asked for its name"
+    assert _probe_seconds(container["livenessProbe"]) >= 10 * TICK_AGE_SECONDS_MAX
+
+
 def test_the_watch_may_do_what_its_role_grants_and_no_more() -> None:
     manifests, rbac = _by_kind(WATCH), _by_kind(RBAC)
     deployment = manifests["Deployment"]
@@ -349,6 +426,13 @@ def test_the_sidecar_sees_the_processes_of_its_pod_and_they_find_it(tmp_path: Pa
         security = agent["securityContext"]
         assert "readinessProbe" not in agent and security["capabilities"] == {"drop": ["ALL"]}
         assert security["runAsNonRoot"] is True and security["readOnlyRootFilesystem"] is True
+
+
+def test_the_sidecar_has_the_token_of_all_agents(tmp_path: Path) -> None:
+    given = yaml.safe_load(_by_kind(SIDECAR)["ConfigMap"]["data"]["agent.yaml"])["token_file"]
+    token_file = _config_map(tmp_path).token_file
+    assert token_file is not None
+    assert {_secret_file(pod, Path(given)) for pod in _ray_pods()} == {_secret_file(_pod(), token_file)}
 
 
 def test_an_agent_starts_with_the_sidecars_configuration(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -243,6 +245,17 @@ def cluster(node: Node) -> Iterator[SlurmCluster]:
         it.close()
 
 
+@pytest.fixture
+def plain_cluster(node: Node) -> Iterator[SlurmCluster]:
+    real_agent(node)
+    it = SlurmCluster(node.folder / "slurm", num_nodes=1, more="KillWait=30")
+    try:
+        it.start()
+        yield it
+    finally:
+        it.close()
+
+
 KEYS = ("Prolog", "Epilog", "TaskProlog")
 
 
@@ -265,3 +278,72 @@ def test_slurm_starts_and_ends_the_agent_and_a_missing_one_drains_no_node(node: 
     cluster.submit(f"#!/bin/sh\ntouch {done}\n")
     eventually(done.exists, "a job without an agent runs")
     eventually(lambda: cluster.run("sinfo", "--noheader", "--format=%T").split() == ["idle"], "the node is idle")
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "slurm.md").read_text()
+
+
+def job_script(folder: Path, port: int) -> str:
+    """That of the how-to, for one node with two ranks, beside other agents of this machine."""
+    (text,) = [b for b in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if "#SBATCH" in b]
+    config = folder / "agent.yaml"
+    for old, new in {
+        "--nodes=4 --ntasks-per-node=8 --gpus-per-node=8": "--nodes=1 --ntasks-per-node=2",
+        "--ntasks-per-node=8 python": "--ntasks-per-node=2 python",
+        "--host 0.0.0.0": f"--config {config} --port {port}",
+        "&=http://&:9477": f"&=http://127.0.0.1:{port}",
+        "/tmp/": f"{folder}/local-",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    return str(text)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("end", ["fails", "is cancelled"])
+def test_the_job_script_keeps_the_journal_of_its_node(
+    node: Node, plain_cluster: SlurmCluster, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, submitted = plain_cluster, node.folder / "submitted"
+    submitted.mkdir()
+    monkeypatch.chdir(submitted)
+    node.program("rolecall", f'#!/bin/sh\nexec {sys.executable} -m rolecall "$@"\n')
+    node.program("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (submitted / "train.py").write_text(
+        "import pathlib, time\nwhile not pathlib.Path('ends').exists():\n    time.sleep(0.1)\nraise SystemExit(3)\n"
+    )
+    script = job_script(node.folder, _free_port())
+    environment = {**os.environ, **cluster.environment, "PATH": f"{node.bin}:{os.environ['PATH']}"}
+    job = cluster.submit(script, PATH=environment["PATH"])
+    kept, local = submitted / f"rolecall-{job}", node.folder / f"local-rolecall-runs-{job}"
+    journal = f"job-{job}/journal.db"
+    eventually((local / journal).exists, "the watch has its journal on the node's own disk", seconds=300)
+    (asked,) = [b for b in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) if b.startswith("srun --overlap --jobid")]
+    live = asked.replace("4711", str(job)).replace("/tmp/", f"{node.folder}/local-")
+    assert "no incidents" in said_by(live, submitted, environment)
+    assert not (kept / journal).exists()
+    if end == "fails":
+        (submitted / "ends").touch()
+    else:
+        cluster.run("scancel", str(job))
+    eventually(lambda: (kept / journal).exists() and not local.exists(), "the journal is kept", seconds=300)
+    if end == "fails":
+        eventually(lambda: "ExitCode=3:0" in cluster.run("scontrol", "show", "job", str(job)), "its code is the job's")
+    command = f"rolecall incidents --run job-{job} --runs {kept.name}"
+    assert "no incidents" in said_by(command, submitted, environment)
+
+
+def said_by(command: str, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -51,11 +51,29 @@ COUNTS = "0x4 1x400"
 HANGS = '@W,node="n1",role="rollout",replica="rollout/1",fault="hang"'
 OBSERVES = {'rolecall_watch_mode{@W,mode="observe"}': "1x400"}
 ACTS = {'rolecall_watch_mode{@W,mode="observe"}': "0x400"}
+NO_TARGET = {'up{job="rolecall-watch",instance="rolecall-watch-6f9c-x7k2p"}': "1x4 stale"}
+RANK_UP = {'rolecall_process_up{@N,role="trainer",replica="trainer/0",rank="0"}': "1x100"}
 
 CASES = (
     Case("RolecallWatchDown", "gone", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x40"}, "4m", ("@W",)),
     Case("RolecallWatchDown", "a scrape missed", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x1 1x40"}, "4m"),
     Case("RolecallWatchDown", "another job", {'up{job="web",instance="r/watch"}': "0x40"}, "4m"),
+    Case("RolecallWatchMissing", "its pod has no address", {**NO_TARGET, **RANK_UP}, "8m", ('job="rolecall-watch"',)),
+    Case("RolecallWatchMissing", "it starts on another node", {**NO_TARGET, **RANK_UP}, "6m"),
+    Case("RolecallWatchMissing", "no rank is left", NO_TARGET, "8m"),
+    Case("RolecallWatchMissing", "never had one", RANK_UP, "8m"),
+    Case(
+        "RolecallWatchMissing",
+        "another one is there",
+        {**NO_TARGET, 'up{job="rolecall-watch",instance="rolecall-watch-6f9c-q2w9z"}': "_x8 1x40", **RANK_UP},
+        "8m",
+    ),
+    Case(
+        "RolecallWatchMissing",
+        "a run of rolecall and its targets ended",
+        {'up{job="rolecall-watch",instance="r/watch"}': "1x4 stale", "rolecall_run_ended{@W}": "0x4 stale", **RANK_UP},
+        "8m",
+    ),
     Case(
         "RolecallNoRecoveryLeader",
         "ran out",

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 from rolecall.dashboards.grafana import board, export
@@ -38,6 +39,25 @@ def test_its_commands_and_files_are_there() -> None:
     assert export.DASHBOARDS_PATH in DOC
     for name in export.files([], {}, export.DASHBOARDS_PATH):
         assert name.removeprefix("provisioning/") in DOC, name
+
+
+def test_its_files_are_installed_on_a_fresh_machine_and_once_more(tmp_path: Path) -> None:
+    (block,) = [b for b in re.findall(r"```sh\n(.*?)```", DOC, re.DOTALL) if "grafana export" in b]
+    _, *copies = block.splitlines()
+    here, there = tmp_path / "here", tmp_path / "there"
+    made = export.files(documents()[:1], {"rolecall-x.yaml": ""}, export.DASHBOARDS_PATH)
+    export.write(here / "grafana", made)
+    (there / "etc/grafana/provisioning/dashboards").mkdir(parents=True)  # of Grafana's package
+    script = re.sub(r"(?<=\s)/(?=var|etc)", f"{there}/", "\n".join(copies))
+    for _ in range(2):
+        subprocess.run(["sh", "-ec", script], cwd=here, check=True, timeout=60)
+    files = {str(p.relative_to(there)) for p in there.rglob("*") if p.is_file()}
+    (board_file,) = [name for name in made if name.endswith(".json")]
+    assert files == {
+        f"{export.DASHBOARDS_PATH.strip('/')}/{Path(board_file).name}",
+        "etc/grafana/provisioning/dashboards/rolecall.yaml",
+        "etc/prometheus/rules/rolecall-x.yaml",
+    }
 
 
 def test_it_names_the_version_of_the_schema() -> None:

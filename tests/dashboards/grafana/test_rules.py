@@ -16,6 +16,7 @@ from tests.dashboards.grafana.rules_cases import ALERTS, CASES, NODE, WATCH, Cas
 
 _SERIES = re.compile(r"(\w+)\{(.*)\}")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+MISSING = "RolecallWatchMissing"
 _USED = re.compile(r"\$labels\.(\w+)")
 
 
@@ -87,6 +88,12 @@ def _tried(promtool: str, folder: Path, name: str, **changed: str) -> str:
 @pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_fires_when_it_must_and_not_otherwise(name: str, promtool: str, tmp_path: Path) -> None:
     assert "SUCCESS" in _tried(promtool, tmp_path, name)
+
+
+def test_a_watch_that_is_long_gone_is_not_missed(promtool: str, tmp_path: Path) -> None:
+    """With six minutes in place of a day: each evaluation of a day costs."""
+    with pytest.raises(AssertionError, match="got: nil"):
+        _tried(promtool, tmp_path, MISSING, expr=ALERTS[MISSING].expr.replace("[1d]", "[6m]"))
 
 
 def test_promtool_fails_if_an_alert_does_not_fire_or_always_fires(promtool: str, tmp_path: Path) -> None:

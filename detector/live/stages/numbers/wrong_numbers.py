@@ -9,9 +9,10 @@ unusual, and has a share of the rewards scored twice. It reports the result as a
     WrongNumbers          names the suspect replica: from a trainer that computed a microbatch again, with usual
                           numbers, or from the controller, if two scorers contradict a third.
     CorruptTransfer       names a holder of weights, from the replica that pulled them, the puller. One that gets wrong
-                          bytes from several holders is itself what they have in common, and the suspect. The reports of
-                          one puller alone count once against a holder, since either of the two may be faulty; unless no
-                          other replica has the puller's role, which could contradict it.
+                          bytes three times, from several holders, is itself what they have in common, and the suspect;
+                          twice may be chance at each of two holders. The reports of one puller alone count once against
+                          a holder, since either of the two may be faulty; unless no other replica has the puller's
+                          role, which could contradict it.
 
 Once may be chance (a bit flip); twice within an hour, in two steps or prompt groups, is a machine.
 """
@@ -34,6 +35,8 @@ REMEMBER_SECONDS = 3600.0
 """Within this time, a second microbatch of the same process makes a machine of what may have been chance."""
 STANDS_SECONDS = 60.0
 """How long a single one is reported, and one of data or code."""
+COMMON_REPORTS_MIN = 3
+"""Transfers from several holders that one puller got wrong, from which on the puller is the suspect."""
 SHOWN_MAX = 4
 """Microbatches that the sentence quotes."""
 HEALTH = ("loss", "grad_norm", "entropy", "ratio_max", "kl_sampler", "response_length")
@@ -68,7 +71,7 @@ class WrongNumbersStage(Stage):
         # holder -> unit, report; of pullers that named no other one
         named: dict[tuple[str, int], list[tuple[str, ReceivedException]]] = defaultdict(list)
         for puller, transfers in pulled.items():
-            is_common = len({holder for holder, _, _ in transfers}) > 1
+            is_common = len(transfers) >= COMMON_REPORTS_MIN and len({holder for holder, _, _ in transfers}) > 1
             for holder, unit, seen in transfers:
                 if is_common:
                     alone[puller].setdefault(unit, seen)

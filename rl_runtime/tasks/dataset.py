@@ -19,7 +19,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.text import os_reason
 
 READ_BYTES = 1 << 20
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 """A chat message: `role` and `content`."""
 
 
@@ -72,7 +72,8 @@ class Dataset:
         if isinstance(value, str) and value:
             return value
         if isinstance(value, Sequence) and value and all(_is_message(m) for m in value):
-            return tuple({"role": m["role"], "content": m["content"]} for m in value)
+            # Chat templates read other fields, too (`tool_calls`); Parquet has each of them in all messages.
+            return tuple({name: part for name, part in m.items() if part is not None} for m in value)
         expected = "a text, or a list of messages with `role` and `content`"
         raise ConfigError([f"{self._section}.prompt: row {number}: {value!r:.60} is not {expected}"], self._config.path)
 

@@ -44,12 +44,15 @@ class TextTokenizer:
         """`answers`: with the beginning of the model's answer, where the template has one.
 
         Raises:
-            ConfigError: the tokenizer has no chat template, or the template refuses the messages.
+            ConfigError: the tokenizer has no chat template or refuses the text, or the template refuses the messages.
         """
         if not data.chat_template:
             if not isinstance(row.prompt, str):
                 raise ConfigError([f"data.prompt: row {row.number} is a chat, which needs chat_template: true"])
-            return tuple(self._tokenizer(row.prompt)["input_ids"])
+            try:
+                return tuple(self._tokenizer(row.prompt)["input_ids"])
+            except TypeError as e:  # half of a surrogate pair, which JSON can hold
+                raise ConfigError([f"data.prompt: row {row.number}: the tokenizer refuses its text: {e}"]) from e
         if not self._tokenizer.chat_template:
             advice = "set data.chat_template: false for prompts as they stand"
             raise ConfigError([f"model.path: the tokenizer has no chat template: {advice}"], str(self._folder))

@@ -146,6 +146,8 @@ def imported(name: str, setting: str, kind: str, others: str = "") -> Callable[.
 
 def exact(response: str, answer: Any) -> float:
     """1 if the response is the answer, apart from space around it."""
+    if answer is None:
+        raise ValueError("the row has no answer")
     return float(response.strip() == str(answer).strip())
 
 

@@ -43,6 +43,16 @@ def test_rows_of_parquet(tmp_path: Path) -> None:
     assert [dataset.row(n).prompt for n in range(2)] == ["1 + 1", "3 + 3"]
 
 
+def test_a_message_keeps_what_its_template_may_read(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    chat = [{"role": "assistant", "content": "", "tool_calls": calls}, {"role": "tool", "content": "2", "name": "add"}]
+    rows = [{"question": chat, "answer": "2", "level": 1}]
+    wanted = tuple(chat)
+    assert open_dataset(config(written(tmp_path / "train.jsonl", rows))).row(0).prompt == wanted
+    polars.DataFrame(rows).write_parquet(tmp_path / "train.parquet")
+    assert open_dataset(config(tmp_path / "train.parquet")).row(0).prompt == wanted, "without empty fields"
+
+
 def test_rows_of_a_folder_that_datasets_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "mine"

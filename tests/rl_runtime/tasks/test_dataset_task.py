@@ -226,6 +226,13 @@ def test_a_check_that_takes_too_long_is_a_mistake_of_the_job(folder: Path) -> No
 
 
 @pytest.mark.slow
+def test_what_the_reward_function_prints_does_not_hide_what_the_check_found(folder: Path) -> None:
+    with (folder / "mine.py").open("a") as f:
+        f.write("\nprint('loading', end='', flush=True)\n")
+    assert checked(job_of(folder)).data is not None
+
+
+@pytest.mark.slow
 def test_a_library_that_fails_in_the_check_is_one_line(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("[]")
     with pytest.raises(ConfigError) as found:
@@ -250,6 +257,16 @@ def test_a_prompt_that_an_engine_cannot_compute_with(folder: Path, prompts: list
     with pytest.raises(ConfigError, match=f"data.prompt: row 1: {why}"):
         _check_data(job)
     assert [task_of(job).prompt(n).unusable for n in (0, 1)] == ["", why]
+
+
+def test_a_text_that_the_tokenizer_refuses_costs_its_group_and_not_the_run(folder: Path) -> None:
+    """Half of a surrogate pair, as of an emoji that was cut."""
+    rows = [ROWS[0], {**ROWS[0], "prompt": "say \ud83d"}]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    job = job_of(folder, chat_template=False)
+    with pytest.raises(ConfigError, match=r"data.prompt: row 1: the tokenizer refuses its text"):
+        _check_data(job)
+    assert task_of(job).prompt(1).unusable == "the prompt of this row cannot be rendered"
 
 
 def test_a_file_has_no_split(folder: Path) -> None:

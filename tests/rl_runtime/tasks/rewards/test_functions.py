@@ -74,6 +74,12 @@ def test_functions_get_what_they_name(function: Callable[..., Any], rewards: lis
     assert scorer_of(function, "f")(GROUP) == pytest.approx(rewards)
 
 
+@pytest.mark.parametrize("function", [exact, numeric])
+def test_a_row_without_an_answer_is_no_wrong_answer(function: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="answer"):
+        function("None", None)
+
+
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
     [

@@ -212,16 +212,16 @@ class Controller:
         try:
             self.recorder.set_state(self._replica, self._incarnation, ReplicaState.SERVING, "runs")
             self._tasks.start(self._keep_in_sync(), "sync")
-            outcome, because = await self._until_end()
-            return await self._end(outcome, because)
+            return await self._end(*await self._until_end())
         except ControllerSuperseded as e:
             logger.warning("%s", e)
             return None
         finally:
             await self._tasks.stop()
 
-    async def _until_end(self) -> tuple[str, str]:
-        """(outcome, because) once the steps are done, a stop is requested, or a component failed."""
+    async def _until_end(self) -> tuple[str, str, bool]:
+        """(outcome, because, whether the trainers' state is sound) once the steps are done, a stop is requested, or a
+        component failed."""
         main = asyncio.create_task(self._work(), name="work")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         failed = self._tasks.failed
@@ -233,11 +233,16 @@ class Controller:
             if failed.done():
                 raise failed.result()
             if self.state.stop_because:
-                return "stopped", self.state.stop_because
+                return "stopped", self.state.stop_because, True
             main.result()
-            return "completed", f"{self.state.step} steps"
-        except (StepFailed, StateNotLoaded, DeadlineExceeded, BatchNotFilled, NothingScored, SamplerMismatch) as e:
-            return "failed", str(e)
+            return "completed", f"{self.state.step} steps", True
+        except (
+            BatchNotFilled,
+            NothingScored,
+        ) as e:  # of data or reward: the steps are worth keeping
+            return "failed", str(e), True
+        except (StepFailed, StateNotLoaded, DeadlineExceeded, SamplerMismatch) as e:
+            return "failed", str(e), False
         finally:
             for task in (main, stop):
                 task.cancel()
@@ -503,12 +508,12 @@ class Controller:
         self.scoring.wake()
         await self._publish()
 
-    async def _end(self, outcome: str, because: str) -> RunOutcome:
+    async def _end(self, outcome: str, because: str, is_sound: bool) -> RunOutcome:
         """Writes the final records: the last checkpoint, open groups with their reason, and `done`."""
         self.state.issuing = False
-        if outcome != "failed" and self.trainers.members:
+        if is_sound and self.trainers.members:
             try:
-                may_take_long = outcome == "completed" or self.checkpoints.is_writing
+                may_take_long = outcome != "stopped" or self.checkpoints.is_writing
                 copy_seconds = LAST_CHECKPOINT_SECONDS if may_take_long else STOP_SECONDS
                 await within(self._finish_state(copy_seconds), LAST_CHECKPOINT_SECONDS, "the last checkpoint")
             except (RolecallError, OSError) as e:

@@ -237,6 +237,7 @@ def test_a_scorer_that_fails_for_every_group_ends_the_run(tmp_path: Path) -> Non
     assert w.outcome is not None and w.outcome.outcome == "failed"
     assert w.outcome.because == "64 prompt groups in a row could not be scored, the last one: reward_failed: KeyError"
     assert w.audit().ok
+    assert max(w.fleet.checkpoints) == w.outcome.steps - 1, "no committed step is lost"
 
 
 def test_a_rollout_that_proves_something_else_does_not_serve(tmp_path: Path) -> None:

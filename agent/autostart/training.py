@@ -49,6 +49,8 @@ STEPS_WITHOUT_LEAD = 8
 STEPS_WITHOUT_CALL = 64
 """After so many steps of the leading optimizer without a call of a hooked module, modules are looked for again: the
 next part of a training may train others, and CUDA graphs replay a forward pass without a call."""
+COMPILED = (("frames", "total"), ("stats", "unique_graphs"))
+"""Counters of torch.compile, one of which is not 0 once it has compiled: the first leaves out `fullgraph=True`."""
 GROUPS_MAX = 256
 """Parameter groups of a step, each of which may be stepped by itself."""
 
@@ -151,7 +153,7 @@ class TrainingWatch:
 
     def __init__(self, report: Report, torch: Any, clock: Callable[[], float], *, starts: bool = True) -> None:
         self._report, self._torch, self._clock, self._starts = report, torch, clock, starts
-        self._guard = Guard(getattr(getattr(torch, "compiler", None), "is_compiling", bool))
+        self._guard = Guard(torch)
         self._modules = Modules(torch, self._guard)
         self._lead: weakref.ref[object] | None = None
         self._others: dict[int, int] = {}  # steps of other optimizers since its last one, by id
@@ -275,10 +277,20 @@ class TrainingWatch:
 class Guard:
     """When hooks are called. `off`: never again; `thread`: the one whose forward passes count."""
 
-    __slots__ = ("is_compiling", "off", "thread")
+    __slots__ = ("_torch", "is_compiling", "off", "thread")
 
-    def __init__(self, is_compiling: Callable[[], bool]) -> None:
-        self.is_compiling, self.off, self.thread = is_compiling, False, 0
+    def __init__(self, torch: Any) -> None:
+        """`torch`: perhaps only begun to be imported, without `torch.compiler`."""
+        self._torch, self.off, self.thread = torch, False, 0
+        self.is_compiling: Callable[[], bool] = self._is_compiling
+
+    def _is_compiling(self) -> bool:
+        """Until it is first called outside of torch.compile, which traces this, too."""
+        asked: Callable[[], bool] = getattr(getattr(self._torch, "compiler", None), "is_compiling", bool)
+        if asked():
+            return True
+        self.is_compiling = asked
+        return False
 
 
 class Hook:
@@ -387,7 +399,7 @@ class Modules:
 
     def _is_compiled(self) -> bool:
         dynamo = sys.modules.get("torch._dynamo.utils")
-        return dynamo is not None and "frames" in dynamo.counters and bool(dynamo.counters["frames"]["total"])
+        return dynamo is not None and any(kind in dynamo.counters and dynamo.counters[kind][n] for kind, n in COMPILED)
 
     def _enter(self, module: Any) -> None:
         if not self._depth and self._torch.is_grad_enabled() and len(self._found) < ROOTS_MAX:

@@ -27,6 +27,27 @@ print(page.q[reporter.at.W_STEP], page.q[reporter.at.W_PROGRESS], page.phase, re
 """
 
 
+COMPILED_LATER = """
+import sys
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def steps(model):
+    for _ in range(4):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+steps(model)
+print(len(model._forward_hooks))
+steps(torch.compile(model, fullgraph=True, backend="eager"))
+reporter = sys.modules["rolecall.agent.reporter.reporter"]
+page = reporter._page
+print(page.q[reporter.at.W_STEP], page.phase)
+optimizer.step = torch.compile(optimizer.step, backend="eager")
+steps(model)
+print(sum("rolecall" in str(why) for why in torch._dynamo.utils.counters["graph_break"]))
+"""
+
+
 def run(tmp_path: Path, script: str, python: str = sys.executable, **more: str) -> subprocess.CompletedProcess[str]:
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **more}
     environ |= job_environment(environ)
@@ -70,6 +91,14 @@ if spec is not None:
     spec.loader.exec_module(module)
 """
 """Another tool's `sitecustomize`, which runs the one that it hides."""
+
+
+@pytest.mark.slow
+def test_a_hooked_model_that_is_compiled_whole_later_compiles_and_its_steps_are_seen(tmp_path: Path) -> None:
+    """The hook is attached while torch is imported, before `torch.compiler` is."""
+    done = run(tmp_path, COMPILED_LATER, RANK="0", WORLD_SIZE="1", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "8", "wait", "0"]
 
 
 def test_the_steps_of_a_job_that_knows_nothing_of_rolecall(tmp_path: Path) -> None:

@@ -109,7 +109,6 @@ def test_usage_errors_are_one_message_and_exit_code_2(
         ("node", "end", "4194304", "--start-ticks", "1", "--grace", "nan"),
         ("node", "burn-in", "--seconds", "nan"),
         ("simulate", "run", "--days", "nan"),
-        ("watch", "run", "--for", "inf"),
         ("watch", "recording", "r.parquet", "--speed", "nan"),
     ],
     ids=" ".join,

@@ -169,6 +169,7 @@ class TrainingWatch:
         self._own_seconds = 0.0  # in forward and backward passes since the last step
         self._backward_at: float | None = None  # end of the last forward pass, or of the last gradient after it
         self._evaluated = False
+        self._paused = False  # the phase is `wait` although the step is not over
         _watches.add(self)
 
     def after_optimizer(self, optimizer: object, args: object, kwargs: object) -> None:
@@ -186,6 +187,7 @@ class TrainingWatch:
     def _step(self, optimizer: object) -> None:
         led = self._lead
         if not self._leads(optimizer):
+            self._pause()
             return
         if led is None and self._starts:
             if self._report.is_started() or not is_rank(os.environ):
@@ -239,8 +241,15 @@ class TrainingWatch:
             )
         self._ended_at, self._began_at, self._own_seconds, self._num_passes = now, None, 0.0, 0
         self._backward_at = None
-        self._called = self._evaluated = False
+        self._called = self._evaluated = self._paused = False
         self._num_uncalled = 0
+
+    def _pause(self) -> None:
+        """In a step that may not go on for long: its last microbatches may have had no step of the leading optimizer,
+        before an evaluation, or at the end."""
+        if self._began_at is not None and not self._paused:
+            self._paused = True
+            self._report.enter_phase(PHASE_WAIT)
 
     def _before_forward(self, module: Any) -> None:
         self._called, self._forward_at = True, None
@@ -250,14 +259,19 @@ class TrainingWatch:
             return
         if not (module.training and self._torch.is_grad_enabled()):
             self._evaluated = self._began_at is None or self._evaluated
-            if self._began_at is None:
+            if self._began_at is None or self._paused:
                 self._report.enter_phase(PHASE_WAIT)  # again: it is not idle
+            elif not module.training:
+                self._pause()
             return
         self._forward_at = self._clock()
         self._num_passes += 1
         if self._began_at is None:
             self._began_at = self._forward_at
             self._report.begin_step(PHASE_STEP)
+        elif self._paused:
+            self._report.enter_phase(PHASE_STEP)
+        self._paused = False
 
     def _after_forward(self, module: object) -> None:
         if self._forward_at is not None:

@@ -354,7 +354,7 @@ def _register(
         _page.flight = FlightRecorderResponder(path)
     if _client is not None:
         detail = launched.detail()
-        if launched.launcher in LAUNCHERS:
+        if launched.launcher in LAUNCHERS and "RAY_JOB_ID" not in os.environ:  # the parent of an actor is Ray's
             detail["launcher_pid"] = str(os.getppid())
         if source:
             detail["source"] = source

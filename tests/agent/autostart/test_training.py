@@ -201,6 +201,36 @@ def test_of_several_optimizers_one_leads(job: Job) -> None:
     assert report.steps[-1] == 6
 
 
+def test_microbatches_without_a_step_are_no_hang_of_it(job: Job) -> None:
+    """The last ones of an epoch, with an evaluation or another optimizer's step after them."""
+    report = warm(job)
+    del report.phases[:]
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    job.step(optimizer=other)
+    assert report.phases == ["step", "wait"]
+    job.model.eval()
+    job.evaluate(40.0)
+    assert report.phases == ["step", "wait", "wait"], "entered again: it is not idle"
+    job.model.train()
+    job.step()
+    assert report.phases == ["step", "wait", "wait", "step", "wait"] and report.steps[-1] == 3
+    job.model(torch.ones(1, 2)).sum().backward()
+    job.model.eval()
+    job.evaluate(40.0)
+    assert report.phases[-2:] == ["step", "wait"]
+    job.model.train()
+
+
+def test_a_pass_without_gradients_in_a_step_is_part_of_it(job: Job) -> None:
+    """As of old log-probabilities."""
+    report = warm(job)
+    del report.phases[:]
+    job.model(torch.ones(1, 2)).sum().backward()
+    job.evaluate(1.0)
+    job.optimizer.step()
+    assert report.phases == ["step", "wait"]
+
+
 def test_of_many_optimizers_one_leads(job: Job) -> None:
     report = warm(job)
     others = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(STEPS_WITHOUT_LEAD + 2)]

@@ -492,6 +492,13 @@ def test_an_abort_that_no_skipped_collective_explains_is_a_crash(job: Job) -> No
     assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
 
 
+def test_a_process_group_that_is_created_anew_counts_from_0(job: Job) -> None:
+    """As slime does between two steps."""
+    others = {n: {"phase": "wait", "collectives_issued": 1} for n in (1, 2, 3)}
+    job.stand({0: {"phase": "step", "collectives_issued": 2, "collectives_at_begin": 1}, **others})
+    assert not any(f.fault_class is FaultClass.USER_CODE for f in job.run(6.0))
+
+
 def test_a_rank_that_does_in_its_step_what_others_do_between_two_is_not_said_to_have_left_one_out(job: Job) -> None:
     step = int(job.now)
     begun = {"collectives_issued": 3 * step, "collectives_at_begin": 3 * step}

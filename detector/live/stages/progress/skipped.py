@@ -155,9 +155,9 @@ def _place_of(subject: MonitoredProcess) -> Place | None:
         except ValueError:
             return None
     issued, at_step, at_begin = numbers
-    if issued < 0 or at_step < 0:
-        return None
     begun = at_begin >= 0
+    if issued < 0 or at_step < 0 or issued < at_step or (begun and at_begin < at_step):
+        return None  # not known, or the process group was created anew and counts from 0
     between = (at_begin if begun else max(issued, at_step)) - at_step
     return Place(subject, steps, between, begun, begun and issued > at_begin)
 

@@ -22,7 +22,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here")]
 
 K = EventKind
-CONFIG = "recovery: {mode: act, verification_timeout_seconds: 150}\nroles: [rollout]\nactuator: {kind: slurm}\n"
+CONFIG = "recovery: {mode: act, verification_timeout_seconds: 240}\nroles: [rollout]\nactuator: {kind: slurm}\n"
 REPLICAS = ("rollout/0", "rollout/1", "rollout/2")
 
 
@@ -55,7 +55,8 @@ def test_a_stopped_replica_is_requeued_and_nothing_else(job: SlurmJobs, cluster:
     eventually(lambda: job.has_learned, "their deadlines are learned")
     os.kill(before["rollout/1"][1], signal.SIGSTOP)
 
-    eventually(lambda: job.events(K.INCIDENT_CLOSED), "the incident is closed", seconds=3 * PATIENCE_SECONDS)
+    # Slurm may hold a job for two minutes after its end, on a busy machine.
+    eventually(lambda: job.events(K.INCIDENT_CLOSED), "the incident is closed", seconds=4 * PATIENCE_SECONDS)
     (closed,) = job.events(K.INCIDENT_CLOSED)
     assert closed.as_(IncidentClosed).outcome == "resolved", closed
     calls = [e.as_(CallStarted).call for e in job.events(K.CALL_STARTED)]

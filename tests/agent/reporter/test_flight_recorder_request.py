@@ -176,6 +176,35 @@ def test_requests_that_are_none_are_left_alone(
     assert answering._thread is None
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe",
+        "link",
+        "folder",
+        pytest.param("another user's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it")),
+    ],
+)
+def test_what_another_process_of_the_group_requests_is_left_alone(
+    answering: FlightRecorderResponder, tmp_path: Path, kind: str
+) -> None:
+    request = request_path(tmp_path / "7-9.page")
+    if kind == "pipe":
+        os.mkfifo(request)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_text("0123456789abcdef")
+        request.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        request.mkdir()
+    else:
+        request.write_text("0123456789abcdef")
+        os.chown(request, 4711, -1)
+    poll = threading.Thread(target=answering.poll, daemon=True)
+    poll.start()
+    poll.join(PATIENCE_SECONDS)
+    assert not poll.is_alive() and answering._thread is None and request.name in os.listdir(tmp_path)
+
+
 def test_a_dump_too_large_is_not_written(
     answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import mkstemp
 from typing import Any
 
 from rolecall.agent.collectors.process.engines import engine_processes
@@ -158,10 +159,12 @@ class FlightRecorders:
             raise EvidenceUnavailable("the process has no state page, and therefore receives no requests")
         number = secrets.token_hex(8)
         request = request_path(page)
-        unfinished = request.with_name(request.name + ".tmp")
-        unfinished.write_text(number)
-        unfinished.chmod(0o644)  # the process may run as another user
-        unfinished.rename(request)
+        # Others of the group may create files here: the name is random, and an existing file is never opened.
+        descriptor, unfinished = mkstemp(prefix=f"{request.name}.", dir=self._pages)
+        with open(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o644)  # the process may run as another user
+            file.write(number)
+        os.rename(unfinished, request)
         whole, failed = answer_paths(page, number)
         deadline = self._clock.monotonic() + FLIGHT_SECONDS_MAX
         while True:

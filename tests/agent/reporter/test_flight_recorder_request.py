@@ -265,6 +265,48 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_no_file_that_others_put_beside_the_request_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(FlightRecorders, "_clean", lambda *args: None)  # placed after the agent has cleaned
+    pages, own = tmp_path / "pages", tmp_path / "own"
+    pages.mkdir()
+    (pages / "7-9.page").touch()
+    own.write_text("the agent's")
+    request = request_path(pages / "7-9.page")
+    placed = request.with_name(request.name + ".tmp")
+    if kind == "link":
+        placed.symlink_to(own)
+    else:
+        os.mkfifo(placed)
+    reasons, written = [], []
+
+    def ends() -> bool:
+        written.append((request.read_text(), request.stat().st_mode & 0o777))
+        return False
+
+    def ask() -> None:
+        try:
+            FlightRecorders(pages, SystemClock()).dump(7, 9, ends)
+        except EvidenceUnavailable as e:
+            reasons.append(str(e))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert reasons == ["the process ended"] and own.read_text() == "the agent's"
+    assert [mode for _, mode in written] == [0o644] and len(written[0][0]) == 16
+
+
+def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "7-9.page").touch()
+    request_path(tmp_path / "7-9.page").mkdir()
+    with pytest.raises(EvidenceUnavailable, match="the request cannot be written"):
+        FlightRecorders(tmp_path, SystemClock()).dump(7, 9, lambda: True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["7-9.flight-request", "7-9.page"]
+
+
 def test_over_http_with_the_token_and_for_registered_processes_only(node_dir: Path, child: Child) -> None:
     agent = AgentProcess(node_dir)
     try:

@@ -241,7 +241,15 @@ def test_an_answer_after_the_timeout_is_removed(
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "link",
+        "pipe",
+        "large",
+        pytest.param("another user's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it")),
+    ],
+)
 def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     page = tmp_path / "7-9.page"
     page.touch()
@@ -255,13 +263,24 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 whole.symlink_to("/etc/passwd")
             elif kind == "pipe":
                 os.mkfifo(whole)
-            else:
+            elif kind == "large":
                 whole.write_bytes(b"x" * 11)
+            else:
+                whole.write_bytes(b"forged")
+                os.chown(whole, 4711, -1)
         return True
 
-    reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "exceeds 10"}
+    reason = {
+        "link": "cannot be written or its answer read",
+        "pipe": "not a regular file",
+        "large": "exceeds 10",
+        "another user's": "it is user 4711's",
+    }
+    proc = tmp_path.parent / f"{tmp_path.name}-proc"
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "status").write_text("Uid:\t1000\t1000\t1000\t1000\n")
     with pytest.raises(EvidenceUnavailable, match=reason[kind]):
-        FlightRecorders(tmp_path, SystemClock()).dump(7, 9, answered)
+        FlightRecorders(tmp_path, SystemClock(), proc).dump(7, 9, answered)
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
 
 

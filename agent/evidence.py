@@ -23,7 +23,7 @@ from typing import Any
 
 from rolecall.agent.collectors.process.engines import engine_processes
 from rolecall.agent.data_dir import open_owned, remove
-from rolecall.agent.processes.state_pages import owners_of_files
+from rolecall.agent.file_owners import owners_of_files
 from rolecall.agent.reporter.flight_recorder_request import (
     DUMP_BYTES_MAX,
     REASON_CHARS_MAX,

@@ -23,8 +23,9 @@ from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
 from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
+from rolecall.agent.file_owners import owners_of_files
 from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
-from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable, owners_of_files
+from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.agent.processes.workload import workload_of
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock

@@ -2,14 +2,10 @@
 
 A copy is valid only if the sequence number was even and unchanged across it; otherwise the read is repeated up to
 NUM_TRIES times (the writer may be stopped in the middle of a write). The file is read with `pread`, never mapped,
-because truncating a mapped page would kill the agent (SIGBUS).
-
-Every process of the agent's group may create files beside the pages, also under the name of another process: what is
-read counts only with the owner that it must have."""
+because truncating a mapped page would kill the agent (SIGBUS)."""
 
 import math
 import os
-import re
 import struct
 import sys
 from collections.abc import Collection
@@ -18,15 +14,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from rolecall.agent.collectors.counters import read_at_most
 from rolecall.agent.data_dir import open_owned
 from rolecall.agent.reporter import page_layout as at
 
 NUM_TRIES = 4
 _WORD_BYTES = 8
 _FLOAT_MAX = sys.float_info.max
-_PROC_BYTES_MAX = 16_384
-_UIDS = re.compile(rb"^Uid:([\d\s]+)$", re.MULTILINE)
 
 
 class PageUnreadable(Exception):
@@ -175,23 +168,6 @@ def parse_page(raw: bytes) -> PageState:
     texts = (_text(raw, area) for area in (at.A_REPLICA, at.A_PROOF, at.A_PHASE))
     finish_reason = _text(raw, at.A_FINISH_REASON) if finished else ""
     return PageState._make((*numbers, *texts, finished, finish_reason, exception))
-
-
-def owners_of_files(proc: Path, pid: int, pages: Path) -> set[int] | None:
-    """The users whose files in `pages` may be those of the process. None: its users cannot be read.
-
-    They are its own, the agent's (the owner of `pages`, also where NFS maps all users to one) and root. Of a process in
-    another user namespace also the users that it has there: an idmapped mount stores these.
-    """
-    found = _UIDS.search(read_at_most(f"{proc}/{pid}/status", _PROC_BYTES_MAX))
-    if found is None:
-        return None
-    users = {int(uid) for uid in found[1].split()}
-    there = set()
-    for line in read_at_most(f"{proc}/{pid}/uid_map", _PROC_BYTES_MAX).splitlines():
-        first, outside, count = map(int, line.split())
-        there |= {first + uid - outside for uid in users if 0 <= uid - outside < count}
-    return users | there | {0, pages.stat().st_uid}
 
 
 class PageReader:

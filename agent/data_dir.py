@@ -6,10 +6,12 @@ token can also ask the agent for evidence (stacks, dumps).
 Standard library only: training processes import this.
 """
 
+import errno
 import grp
 import os
 import secrets
-from collections.abc import Mapping
+import stat
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import mkstemp
@@ -99,6 +101,23 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+def open_owned(path: str | Path, owners: Collection[int] | None) -> int:
+    """Descriptor for reading a file where others may create one: follows no symlink and waits for no pipe.
+
+    `owners`: the users whose file is accepted; None: any.
+
+    Raises:
+        OSError: it is not there, not a regular file, or another user's.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    about = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(about.st_mode)
+    if is_regular and (owners is None or about.st_uid in owners):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EPERM, f"it is user {about.st_uid}'s" if is_regular else "it is not a regular file", str(path))
+
+
 def refuse_foreign(data_dir: Path, euid: int) -> None:
     """Raises ConfigError: another user owns it, who could exchange the token (a known name in /tmp)."""
     try:
@@ -111,9 +130,9 @@ def refuse_foreign(data_dir: Path, euid: int) -> None:
 
 def access_of(path: Path) -> str:
     """`PATH (mode 0640, group ml)`. Raises OSError."""
-    stat = path.stat()
+    about = path.stat()
     try:
-        group = grp.getgrgid(stat.st_gid).gr_name
+        group = grp.getgrgid(about.st_gid).gr_name
     except KeyError:
-        group = str(stat.st_gid)
-    return f"{path} (mode {stat.st_mode & 0o7777:04o}, group {group})"
+        group = str(about.st_gid)
+    return f"{path} (mode {about.st_mode & 0o7777:04o}, group {group})"

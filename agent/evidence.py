@@ -12,17 +12,18 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import mkstemp
 from typing import Any
 
 from rolecall.agent.collectors.process.engines import engine_processes
-from rolecall.agent.data_dir import remove
+from rolecall.agent.data_dir import open_owned, remove
+from rolecall.agent.file_owners import owners_of_files
 from rolecall.agent.reporter.flight_recorder_request import (
     DUMP_BYTES_MAX,
     REASON_CHARS_MAX,
@@ -131,9 +132,9 @@ class Stacks:
 class FlightRecorders:
     """Requests Flight Recorder dumps from processes, one at a time."""
 
-    def __init__(self, pages: Path, clock: Clock) -> None:
+    def __init__(self, pages: Path, clock: Clock, proc: Path = Path("/proc")) -> None:
         """`pages`: directory of the state pages."""
-        self._pages, self._clock = pages, clock
+        self._pages, self._clock, self._proc = pages, clock, proc
         self._busy = threading.Lock()
 
     def dump(self, pid: int, start_ticks: int, lives: Callable[[], bool]) -> bytes:
@@ -146,29 +147,31 @@ class FlightRecorders:
         with _only_one(self._busy):
             try:
                 self._clean(page)
-                return self._ask(page, lives)
+                return self._ask(page, owners_of_files(self._proc, pid, self._pages), lives)
             except OSError as e:
                 reason = f"the request cannot be written or its answer read: {e.strerror or e}"
                 raise EvidenceUnavailable(reason) from None
             finally:
                 self._clean(page)
 
-    def _ask(self, page: Path, lives: Callable[[], bool]) -> bytes:
+    def _ask(self, page: Path, owners: Collection[int] | None, lives: Callable[[], bool]) -> bytes:
         if not page.exists():
             raise EvidenceUnavailable("the process has no state page, and therefore receives no requests")
         number = secrets.token_hex(8)
         request = request_path(page)
-        unfinished = request.with_name(request.name + ".tmp")
-        unfinished.write_text(number)
-        unfinished.chmod(0o644)  # the process may run as another user
-        unfinished.rename(request)
+        # Others of the group may create files here: the name is random, and an existing file is never opened.
+        descriptor, unfinished = mkstemp(prefix=f"{request.name}.", dir=self._pages)
+        with open(descriptor, "w", encoding="ascii") as file:
+            os.fchmod(descriptor, 0o644)  # the process may run as another user
+            file.write(number)
+        os.rename(unfinished, request)
         whole, failed = answer_paths(page, number)
         deadline = self._clock.monotonic() + FLIGHT_SECONDS_MAX
         while True:
             with contextlib.suppress(FileNotFoundError):
-                return _read_regular(whole, DUMP_BYTES_MAX)
+                return _read_answer(whole, owners, DUMP_BYTES_MAX)
             with contextlib.suppress(FileNotFoundError):
-                reason = _read_regular(failed, 4 * REASON_CHARS_MAX).decode("utf-8", "replace")
+                reason = _read_answer(failed, owners, 4 * REASON_CHARS_MAX).decode("utf-8", "replace")
                 raise EvidenceUnavailable(f"the process says: {reason[:REASON_CHARS_MAX]}")
             if not lives():
                 raise EvidenceUnavailable("the process ended")
@@ -183,13 +186,9 @@ class FlightRecorders:
             remove(path)
 
 
-def _read_regular(path: Path, num_bytes_max: int) -> bytes:
-    """Raises FileNotFoundError: not there yet; EvidenceUnavailable: not a regular file, or too large; OSError."""
-    # Written by an untrusted process: follow no symlink, wait for no pipe.
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise EvidenceUnavailable("the answer is not a regular file")
+def _read_answer(path: Path, owners: Collection[int] | None, num_bytes_max: int) -> bytes:
+    """Raises FileNotFoundError: not there yet; EvidenceUnavailable: too large; OSError: no file of `owners`."""
+    with open(open_owned(path, owners), "rb") as file:
         data = file.read(num_bytes_max + 1)
     if len(data) > num_bytes_max:
         raise EvidenceUnavailable(f"the answer exceeds {num_bytes_max:,} bytes")

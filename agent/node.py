@@ -168,7 +168,7 @@ class Agent:
             registry=self.registry,
             sampler=self._sampler,
             stacks=Stacks(clock, settings.proc),
-            flight=FlightRecorders(self._dir / "pages", clock),
+            flight=FlightRecorders(self._dir / "pages", clock, settings.proc),
             bearer=bearer,
             probes=probes,
             gpus=gpus,

@@ -23,6 +23,7 @@ from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
 from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
+from rolecall.agent.file_owners import owners_of_files
 from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.agent.processes.workload import workload_of
@@ -271,7 +272,8 @@ class Registry:
         reader = None
         try:
             if not registration.found:
-                reader = PageReader(self._pages / page_name(process.pid, process.start_ticks))
+                owners = owners_of_files(self._proc, process.pid, self._pages)
+                reader = PageReader(self._pages / page_name(process.pid, process.start_ticks), owners)
         except OSError as e:
             logger.warning("%s has no state page: %s", registration.replica, e)
         probe = ProcessProbe(process.pid, proc=self._proc, cgroup_root=self._cgroup_root)

@@ -8,11 +8,13 @@ import math
 import os
 import struct
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from rolecall.agent.data_dir import open_owned
 from rolecall.agent.reporter import page_layout as at
 
 NUM_TRIES = 4
@@ -171,11 +173,10 @@ def parse_page(raw: bytes) -> PageState:
 class PageReader:
     """Keeps one page file open. Close it when the process is dropped."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError when there is no such file."""
+    def __init__(self, path: Path, owners: Collection[int] | None = None) -> None:
+        """Raises OSError when there is no such file of one of `owners` (None: of anyone)."""
         self.path = path
-        # Written by an untrusted process: follow no symlink, wait for no pipe.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._descriptor = open_owned(path, owners)
 
     def close(self) -> None:
         if self._descriptor >= 0:

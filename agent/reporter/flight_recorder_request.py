@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.data_dir import open_owned
 from rolecall.agent.reporter.page_layout import PAGE_MODE
 
 DUMP_BYTES_MAX = 64 << 20
@@ -86,11 +87,10 @@ class FlightRecorderResponder:
 
     def poll(self) -> None:
         """One system call without a request. Never raises."""
-        if not os.path.exists(self._request) or (self._thread is not None and self._thread.is_alive()):
+        if not os.path.lexists(self._request) or (self._thread is not None and self._thread.is_alive()):
             return
         try:
-            with open(self._request, encoding="ascii") as file:
-                number = file.read(17)
+            number = self._number()
             if _NUMBER.fullmatch(number) and number != self._answered:
                 self._answered = number
                 self._thread = threading.Thread(
@@ -98,7 +98,16 @@ class FlightRecorderResponder:
                 )
                 self._thread.start()
         except (OSError, ValueError, RuntimeError):
-            return  # withdrawn, malformed, or no thread available: the agent times out
+            return  # withdrawn, malformed, not the agent's, or no thread available: the agent times out
+
+    def _number(self) -> str:
+        """Of the request. Raises OSError, ValueError: there is none that the agent wrote.
+
+        Others of the group may create files here. The ticker waits for none of them: a rank without beats is hung.
+        """
+        agents = {0, os.stat(self._page.parent).st_uid}
+        with open(open_owned(self._request, agents), encoding="ascii") as file:
+            return file.read(17)
 
     def _answer(self, number: str) -> None:
         whole, failed = answer_paths(self._page, number)
@@ -109,9 +118,8 @@ class FlightRecorderResponder:
         except FlightRecorderUnavailable as e:
             data, path = str(e)[:REASON_CHARS_MAX].encode("utf-8", "replace"), failed
         try:
-            with open(self._request, encoding="ascii") as file:
-                if file.read(17) != number:
-                    return  # withdrawn: the response would never be removed
+            if self._number() != number:
+                return  # withdrawn: the response would never be removed
             _write(path, data)
         except (OSError, ValueError):
             return  # withdrawn, or a full disk

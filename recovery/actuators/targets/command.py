@@ -1,12 +1,17 @@
 """Any system: a command of the user's own."""
 
+import re
 from collections.abc import Sequence
+from string import Formatter
 
 from rolecall.core.config.actuators import CommandActuator
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import ActuatorError
 from rolecall.recovery.actuators.calls import CommandCall, Procedure
 from rolecall.recovery.actuators.targets.target import Member, Order
+
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@-]*")
+"""What neither a shell nor a program reads as anything but a word."""
 
 
 class Command:
@@ -46,6 +51,10 @@ class Command:
             "because": order.because,
         }
         template = self._config.move if order.leave_node and self._config.move is not None else self._config.replace
+        names_job = any(name == "job" for text in template for _, name, _, _ in Formatter().parse(text))
+        if names_job and not _PLAIN.fullmatch(first.job):  # chosen by the job: "--user=bob", "x; reboot"
+            told = f"the command names {{job}}, and that of {order.replica} is {first.job!r}"
+            raise ActuatorError(f"{told}, not letters, digits and _.:/@-, a letter or digit first")
         argv = tuple(text.format_map(fields) for text in template)
         reply = yield CommandCall(
             key="command",

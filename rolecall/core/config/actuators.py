@@ -1,5 +1,8 @@
 """Sections of the actuators: one class each, chosen by `kind`."""
 
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
 from string import Formatter
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -16,6 +19,10 @@ MEMBER_FIELDS = frozenset({"replica", "role", "index", "node", "job"})
 """Of templates that name where a replica's process runs."""
 POD_FIELDS = MEMBER_FIELDS - {"replica"}
 """Of names of pods and values of labels, which contain no slash, as `rollout/1` does."""
+_REMOTE_SHELLS = frozenset({"ssh", "rsh", "mosh", "pdsh", "dsh", "clush", "pssh", "parallel-ssh"})
+"""Programs that join their arguments and let the shell of another machine read them."""
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "su"})
+_SCRIPT_OPTION = re.compile(r"-[a-z]*c")
 _NUMBERS = frozenset({"index", "incarnation", "rank", "pid", "start_ticks"})
 
 
@@ -28,6 +35,18 @@ def _checked_template(text: str, fields: frozenset[str] = COMMAND_FIELDS) -> str
             raise ValueError(f"{{{name}}} is not known here, only {known}; write {{{{ for a brace")
     text.format_map({f: 1 if f in _NUMBERS else "x" for f in fields})
     return text
+
+
+def _check_shells(argv: Sequence[str]) -> None:
+    """Raises ValueError: a shell would read {because}, in which the job may have put commands, options and words."""
+    names = [PurePath(text).name for text in argv]
+    for i, text in enumerate(argv):
+        if all(name != "because" for _, name, _, _ in Formatter().parse(text)):
+            continue
+        if not _REMOTE_SHELLS.isdisjoint(names):
+            raise ValueError("{because} may quote the job's own text, which the shell of the other machine would read")
+        if i > 0 and _SCRIPT_OPTION.fullmatch(argv[i - 1]) and not _SHELLS.isdisjoint(names[:i]):
+            raise ValueError("{because} may quote the job's own text; give it to the script as an argument of its own")
 
 
 def _checked_url(url: str) -> str:
@@ -49,7 +68,9 @@ class CommandActuator(Section):
     replace: Annotated[list[str], Field(min_length=1)]
     """Program and arguments, without a shell. Exit code 0: the replica was ended, and its replacement starts by itself
     or was started. Arguments may contain {replica}, {role}, {index}, {incarnation}, {node}, {job}, {incident},
-    {because}, and {rank}, {pid}, {start_ticks} of the process with the lowest rank."""
+    {because}, and {rank}, {pid}, {start_ticks} of the process with the lowest rank. {job} is the job's own text: a
+    command that names it is not called for a job without a name of letters, digits and _.:/@-, a letter or digit first.
+    {because} may quote the job's messages: with ssh, or inside the script of `sh -c`, it is refused."""
     move: list[str] | None = None
     """The same for a fault that stays with the node: the replacement must start on another one. null: such faults page
     on-call."""
@@ -68,6 +89,7 @@ class CommandActuator(Section):
             _checked_template(text, COMMAND_FIELDS)
         if argv is not None and (not argv or not argv[0]):
             raise ValueError("expected a program and its arguments")
+        _check_shells(argv or ())
         return argv
 
 

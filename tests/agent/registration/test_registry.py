@@ -98,6 +98,16 @@ def test_a_right_claim_is_believed_and_reported_once(world: World, child: Child)
     assert event.process is not None and event.process.pid == child.pid
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_page_that_another_user_put_in_place_is_not_believed(world: World, child: Child) -> None:
+    child.start("trainer/0")
+    os.chown(child.page, 4711, -1)
+    world.register(child, "trainer/0")
+    world.poll()
+    [tracked] = world.registry.processes()
+    assert tracked.page is None and tracked.reader is None and world.kinds() == ["registered"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [

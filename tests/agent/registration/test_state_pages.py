@@ -82,6 +82,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
         PageReader(tmp_path / "p.page")
 
 
+def test_a_page_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.page"
+    path.write_bytes(bytes(page()))
+    with pytest.raises(PermissionError, match=f"it is user {os.geteuid()}'s"):
+        PageReader(path, {os.geteuid() + 1})
+    assert PageReader(path, {os.geteuid(), 4711}).read().phase == "start"
+
+
 def test_random_bytes_are_never_an_unexpected_error(rng: random.Random) -> None:
     for _ in range(200):
         raw = bytearray(rng.randbytes(layout.PAGE_BYTES))

@@ -176,6 +176,35 @@ def test_requests_that_are_none_are_left_alone(
     assert answering._thread is None
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "pipe",
+        "link",
+        "folder",
+        pytest.param("another user's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it")),
+    ],
+)
+def test_what_another_process_of_the_group_requests_is_left_alone(
+    answering: FlightRecorderResponder, tmp_path: Path, kind: str
+) -> None:
+    request = request_path(tmp_path / "7-9.page")
+    if kind == "pipe":
+        os.mkfifo(request)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_text("0123456789abcdef")
+        request.symlink_to(tmp_path / "elsewhere")
+    elif kind == "folder":
+        request.mkdir()
+    else:
+        request.write_text("0123456789abcdef")
+        os.chown(request, 4711, -1)
+    poll = threading.Thread(target=answering.poll, daemon=True)
+    poll.start()
+    poll.join(PATIENCE_SECONDS)
+    assert not poll.is_alive() and answering._thread is None and request.name in os.listdir(tmp_path)
+
+
 def test_a_dump_too_large_is_not_written(
     answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +241,15 @@ def test_an_answer_after_the_timeout_is_removed(
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "link",
+        "pipe",
+        "large",
+        pytest.param("another user's", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give it")),
+    ],
+)
 def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     page = tmp_path / "7-9.page"
     page.touch()
@@ -226,14 +263,67 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 whole.symlink_to("/etc/passwd")
             elif kind == "pipe":
                 os.mkfifo(whole)
-            else:
+            elif kind == "large":
                 whole.write_bytes(b"x" * 11)
+            else:
+                whole.write_bytes(b"forged")
+                os.chown(whole, 4711, -1)
         return True
 
-    reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "exceeds 10"}
+    reason = {
+        "link": "cannot be written or its answer read",
+        "pipe": "not a regular file",
+        "large": "exceeds 10",
+        "another user's": "it is user 4711's",
+    }
+    proc = tmp_path.parent / f"{tmp_path.name}-proc"
+    (proc / "7").mkdir(parents=True)
+    (proc / "7" / "status").write_text("Uid:\t1000\t1000\t1000\t1000\n")
     with pytest.raises(EvidenceUnavailable, match=reason[kind]):
-        FlightRecorders(tmp_path, SystemClock()).dump(7, 9, answered)
+        FlightRecorders(tmp_path, SystemClock(), proc).dump(7, 9, answered)
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_no_file_that_others_put_beside_the_request_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(FlightRecorders, "_clean", lambda *args: None)  # placed after the agent has cleaned
+    pages, own = tmp_path / "pages", tmp_path / "own"
+    pages.mkdir()
+    (pages / "7-9.page").touch()
+    own.write_text("the agent's")
+    request = request_path(pages / "7-9.page")
+    placed = request.with_name(request.name + ".tmp")
+    if kind == "link":
+        placed.symlink_to(own)
+    else:
+        os.mkfifo(placed)
+    reasons, written = [], []
+
+    def ends() -> bool:
+        written.append((request.read_text(), request.stat().st_mode & 0o777))
+        return False
+
+    def ask() -> None:
+        try:
+            FlightRecorders(pages, SystemClock()).dump(7, 9, ends)
+        except EvidenceUnavailable as e:
+            reasons.append(str(e))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    assert reasons == ["the process ended"] and own.read_text() == "the agent's"
+    assert [mode for _, mode in written] == [0o644] and len(written[0][0]) == 16
+
+
+def test_a_request_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "7-9.page").touch()
+    request_path(tmp_path / "7-9.page").mkdir()
+    with pytest.raises(EvidenceUnavailable, match="the request cannot be written"):
+        FlightRecorders(tmp_path, SystemClock()).dump(7, 9, lambda: True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["7-9.flight-request", "7-9.page"]
 
 
 def test_over_http_with_the_token_and_for_registered_processes_only(node_dir: Path, child: Child) -> None:

@@ -1,5 +1,6 @@
 """A command of the user's own: what it is given, and what its end means."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ from rolecall.recovery.actuators.targets.choice import target_of
 from rolecall.recovery.actuators.targets.command import Command
 from rolecall.recovery.actuators.targets.target import Member, Order
 
-REPLACE = ["ssh", "{node}", "end {pid}", "{replica} {role} {index} {rank} {job} {{x}}", "{incident}: {because}"]
+REPLACE = ["evict", "{node}", "end {pid}", "{replica} {role} {index} {rank} {job} {{x}}", "{incident}: {because}"]
 
 
 def member(replica: str, rank: int = 0, node: str = "n-1", job: str = "77") -> Member:
     return Member(replica=replica, rank=rank, node=node, pid=40 + rank, start_ticks=9, job=job)
+
+
+def named(job: str) -> Member:
+    return member("rollout/1", job=job)
 
 
 def order(*, leave_node: bool = False, begun: bool = False, members: bool = True) -> Order:
@@ -56,18 +61,32 @@ def test_arguments_are_filled_and_stay_arguments() -> None:
     assert call.environment == {"ROLECALL_ACTION_KEY": "d:rollout/1"} and not call.repeatable
 
 
+@pytest.mark.parametrize("job", ["77", "4711.0", "host-1:29500", "a/b@c_d"])
+def test_a_plain_name_of_the_job_is_an_argument(job: str) -> None:
+    call = first(command(replace=["ssh", "{node}", "scancel", "{job}"]), replace(order(), members=(named(job),)))
+    assert isinstance(call, CommandCall) and call.argv[-1] == job
+
+
+@pytest.mark.parametrize("job", ["--user=bob", "77; reboot", "$(reboot)", "77 78", "77\n78", "~", "", "\u0667"])
+def test_a_command_that_names_the_job_refuses_what_is_no_plain_name(job: str) -> None:
+    given = replace(order(), members=(named(job),))
+    with pytest.raises(ActuatorError, match=r"the command names \{job\}, and that of rollout/1 is '.*', not letters"):
+        first(command(replace=["ssh", "{node}", "scancel", "{job}"]), given)
+    assert first(command(replace=["ssh", "{node}", "kill {pid} {{job}}"]), given).shown == "ssh n-1 'kill 40 {job}'"
+
+
 def test_a_fault_that_stays_with_the_node_has_a_command_of_its_own() -> None:
     assert command().supports == {ActionKind.REPLACE_REPLICA}
     moving = command(move=["drain", "{node}"])
     assert moving.supports == {ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE}
     assert first(moving, order(leave_node=True)).shown == "drain n-1"
-    assert first(moving, order()).shown.startswith("ssh")
+    assert first(moving, order()).shown.startswith("evict")
 
 
 def test_it_is_done_when_the_command_ends_with_0_and_failed_otherwise() -> None:
     procedure = command().replace(order())
     next(procedure)
-    with pytest.raises(StopIteration, match="ssh ended with 0"):
+    with pytest.raises(StopIteration, match="evict ended with 0"):
         procedure.send(Reply(status=0))
     for reply in (Reply(status=1, text="no such process"), Reply(status=-1, text="not done within 60 s")):
         procedure = command().replace(order())
@@ -100,6 +119,10 @@ def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
         ({"kind": "command", "replace": []}, "actuator"),
         ({"kind": "command", "replace": [""]}, "expected a program"),
         ({"kind": "command", "replace": ["x"], "move": []}, "expected a program"),
+        ({"kind": "command", "replace": ["/usr/bin/ssh", "{node}", "end", "{because}"]}, "shell of the other machine"),
+        ({"kind": "command", "replace": ["timeout", "9", "ssh", "{node}", "log {because}"]}, "shell of the other"),
+        ({"kind": "command", "replace": ["x"], "move": ["ssh", "{node}", "{because!s}"]}, "shell of the other machine"),
+        ({"kind": "command", "replace": ["bash", "-lc", "log '{because}'"]}, "an argument of its own"),
         ({"kind": "nothing known", "replace": ["x"]}, r"actuator\.kind: expected one of 'command', 'processes'"),
         ({"replace": ["x"]}, r"actuator\.kind: missing"),
         ({"kind": "command", "replace": "kill"}, r"actuator\.replace: expected a list, got 'kill'"),
@@ -117,6 +140,18 @@ def test_what_else_it_takes_down(also_ends: str, expected: list[str]) -> None:
 def test_mistakes_are_named(actuator: dict[str, object], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_watched({"actuator": actuator, "roles": ["rollout"]}, "watch.yaml")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["sh", "-c", 'log "$1" && end "$0"', "{pid}", "{because}"],
+        ["evict", "-c", "{because}"],
+        ["ssh", "{node}", "end {pid}", "{{because}}"],
+    ],
+)
+def test_a_command_whose_shell_does_not_read_the_reason_is_accepted(argv: list[str]) -> None:
+    assert isinstance(first(command(replace=argv), order()), CommandCall)
 
 
 def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
 from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
-from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
+from rolecall.agent.identity import (
+    DETAIL_CHARACTERS_MAX,
+    NUM_DETAILS_MAX,
+    ClaimRejected,
+    Registration,
+    detail_of,
+    proven,
+    sender,
+    verified,
+)
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.agent.processes.workload import workload_of
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
@@ -233,8 +242,10 @@ class Registry:
         number, detail = message.get("number"), message.get("detail")
         if type(number) is not int or not isinstance(detail, dict):
             raise ClaimRejected("exception needs number and detail")
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in detail.items()) or len(detail) > 16:
-            raise ClaimRejected("detail must be at most 16 strings")
+        if not all(isinstance(text, str) for pair in detail.items() for text in pair) or len(detail) > NUM_DETAILS_MAX:
+            raise ClaimRejected(f"detail must be at most {NUM_DETAILS_MAX} strings")
+        if any(len(name) > DETAIL_CHARACTERS_MAX for name in detail):  # values are cut, like those of every event
+            raise ClaimRejected(f"names in detail must have at most {DETAIL_CHARACTERS_MAX} characters")
         with self._lock:
             self._report_exception(tracked, number, {**detail, "number": str(number)})
 

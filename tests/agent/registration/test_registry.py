@@ -282,6 +282,17 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
     assert reported[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
 
 
+def test_an_exception_with_a_long_name_in_its_detail_is_refused(world: World, child: Child) -> None:
+    """A watch takes no such event."""
+    child.start("trainer/1")
+    world.register(child, "trainer/1")
+    message = {**claim(child, "trainer/1"), "number": 1}
+    with pytest.raises(ClaimRejected, match="at most 200 characters"):
+        world.registry.exception(child.pid, {**message, "detail": {"x" * 5000: ""}})
+    world.registry.exception(child.pid, {**message, "detail": {"message": "x" * 5000}})
+    assert [len(e.detail["message"]) for e in world.reported()[1:]] == [2000]
+
+
 def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:
     child.start("trainer/1")
     world.register(child, "trainer/1")

@@ -34,7 +34,7 @@ from rolecall.agent.identity import (
     verified,
 )
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
-from rolecall.agent.processes.workload import workload_of
+from rolecall.agent.processes.workload import POD_UID, SLURM_STEP, workload_of
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId, ProcessId, replica_id
@@ -187,7 +187,9 @@ class Registry:
                 *(claim.job, claim.replica),
             )
         cgroup = read_at_most(f"{self._proc}/{claim.process.pid}/cgroup", CGROUP_BYTES_MAX)
-        known = {**workload_of(cgroup.decode("utf-8", "replace")), **detail}
+        # An actuator may end that pod or step: the kernel names it, never the process.
+        told = {k: v for k, v in detail.items() if k not in (POD_UID, SLURM_STEP)}
+        known = {**told, **workload_of(cgroup.decode("utf-8", "replace"))}
         self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=known)
         self._save()
 

@@ -177,6 +177,26 @@ def test_a_page_that_is_a_pipe_blocks_nothing(world: World, child: Child) -> Non
     assert not tracked.page_ok
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "expected"),
+    [
+        ("0::/", {}),
+        ("4:memory:/slurm/uid_1000/job_4711/step_0/task_0", {"slurm_step": "4711.0"}),
+        (
+            "0::/kubepods/pod1b4e28ba-2fa1-11d2-883f-0016d3cca427/3f",
+            {"pod_uid": "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
+        ),
+    ],
+)
+def test_a_process_does_not_choose_the_pod_or_step_that_ends_with_it(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch, cgroup: str, expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(registry, "read_at_most", lambda *_: cgroup.encode())
+    told = {"pod_uid": "another", "slurm_step": "1.0", "job": "mine"}
+    world.registry.register(child.pid, claim(child, "rollout/1", detail=told))
+    assert world.reported()[0].detail == {"job": "mine", **expected}
+
+
 def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Child) -> None:
     world.register(child, "rollout/1")
     standby = Child(world.data_dir)

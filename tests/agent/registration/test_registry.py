@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -278,6 +278,53 @@ def test_a_process_that_started_a_rank_is_no_rank(world: World, child: Child, ra
     assert [(r.process.pid, r.rank) for r in world.registry.registrations()] == [(child.pid, rank)]
     with pytest.raises(ClaimRejected, match="has started"):
         world.registry.discover(found, {"found_by": "slurm"})
+
+
+POD = "0::/kubepods/pod1b4e28ba-2fa1-11d2-883f-0016d3cca427/3f"
+
+
+@pytest.mark.parametrize(
+    ("job", "cgroup", "user", "is_refused"),
+    [
+        ("h:1", "0::/", 1000, False),
+        ("h:1", "0::/", 1001, True),
+        ("h:2", "0::/", 1001, False),  # a job of its own
+        ("", "0::/", 1001, False),  # of no known job
+        ("h:1", POD, 1001, False),  # pods of one job may have a user namespace each
+    ],
+)
+def test_a_process_of_another_user_is_no_rank_of_the_job(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch, job: str, cgroup: str, user: int, is_refused: bool
+) -> None:
+    mine = os.getpid()
+
+    def read(path: str, _: int) -> bytes:
+        if path.endswith("cgroup"):
+            return cgroup.encode()
+        number = 1000 if f"/{mine}/" in path else user
+        return f"Name:\tpython\nUid:\t{number}\t0\t0\t0\n".encode()
+
+    monkeypatch.setattr(registry, "read_at_most", read)
+    first = Registration(
+        process=ProcessId(node=NODE, pid=mine, start_ticks=own_start_ticks()),
+        replica="trainer/0",
+        role="trainer",
+        rank=0,
+        incarnation=0,
+        found=True,
+        job="h:1",
+    )
+    other = replace(first, process=ProcessId(node=NODE, pid=child.pid, start_ticks=child.start_ticks), rank=1, job=job)
+    world.registry.discover(first, {"found_by": "torchrun"})
+    if not is_refused:
+        world.registry.discover(other, {"found_by": "torchrun"})
+        assert world.kinds() == ["registered"] * 2
+        return
+    for _ in range(2):
+        with pytest.raises(ClaimRejected, match="job h:1 is of the user with number 1000, the process of 1001"):
+            world.registry.discover(other, {"found_by": "torchrun"})
+        world.clock.advance(REFUSED_SECONDS)
+    assert world.kinds() == ["registered", "refused"] and len(world.registry.registrations()) == 1
 
 
 def test_an_event_of_a_stranger_is_refused(world: World, child: Child) -> None:

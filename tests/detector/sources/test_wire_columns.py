@@ -177,7 +177,7 @@ def test_wrong_pids_of_a_gpu(name: str) -> None:
     block["columns"]["pids"] = PIDS[name]
     (found,) = checked_columns(GPUS, block, NODE_ID, "gpus")
     assert found.gpu == 1 and found.pids == (1,)
-    for none in (7, "x", {}, None):
+    for none in (7, "x", {"a": 1}, None):
         assert checked_columns(GPUS, {**block, "columns": {**block["columns"], "pids": none}}, NODE_ID, "gpus") == ()
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,18 @@ from rolecall.agent.collectors.process.ray_workers import RAYLET, parent_name
 from rolecall.agent.data_dir import remove
 from rolecall.agent.events import EventLog
 from rolecall.agent.file_owners import owners_of_files
-from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
+from rolecall.agent.identity import (
+    DETAIL_CHARACTERS_MAX,
+    NUM_DETAILS_MAX,
+    ClaimRejected,
+    Registration,
+    detail_of,
+    proven,
+    sender,
+    verified,
+)
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
-from rolecall.agent.processes.workload import workload_of
+from rolecall.agent.processes.workload import POD_UID, SLURM_STEP, workload_of
 from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId, ProcessId, replica_id
@@ -46,7 +55,7 @@ EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
 Exceptions beyond it are counted as refused; the newest is reported from the page later."""
 ANCESTORS_MAX = 16
 LOG_FILE_CHARACTERS_MAX = 300
-CGROUP_BYTES_MAX = 16_384
+PROC_BYTES_MAX = 16_384
 DEAD_SHOWN_SECONDS = 10.0
 """How long a dead process stays among the samples (alive: false) before it is dropped and its page removed."""
 
@@ -178,10 +187,21 @@ class Registry:
                 "the same name; if jobs share nodes, set jobs.rules.by_job on each of them",
                 *(claim.job, claim.replica),
             )
-        cgroup = read_at_most(f"{self._proc}/{claim.process.pid}/cgroup", CGROUP_BYTES_MAX)
-        known = {**workload_of(cgroup.decode("utf-8", "replace")), **detail}
+        # An actuator may end that pod or step: the kernel names it, never the process.
+        told = {k: v for k, v in detail.items() if k not in (POD_UID, SLURM_STEP)}
+        known = {**told, **self._workload(claim.process.pid)}
         self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=known)
         self._save()
+
+    def _workload(self, pid: int) -> Mapping[str, str]:
+        return workload_of(read_at_most(f"{self._proc}/{pid}/cgroup", PROC_BYTES_MAX).decode("utf-8", "replace"))
+
+    def _user(self, pid: int) -> str:
+        """Empty: it has ended, or is in a pod, since each pod of a job may have users of its own."""
+        if POD_UID in self._workload(pid):
+            return ""
+        lines = read_at_most(f"{self._proc}/{pid}/status", PROC_BYTES_MAX).splitlines()
+        return next((line.split()[1].decode() for line in lines if line.startswith(b"Uid:")), "")
 
     def _others_in(self, claim: Registration) -> list[Tracked]:
         """Dead processes of the same rank and incarnation. Raises ClaimRejected: a live one exists."""
@@ -208,8 +228,8 @@ class Registry:
         """Registers a process that a discovery rule identified. `detail`: of the event, how it was discovered.
 
         Raises:
-            ClaimRejected: already registered, its rank is taken by a live process, it has started registered ranks, too
-                many, or it has ended.
+            ClaimRejected: already registered, its rank is taken by a live process, it has started registered ranks, its
+                job is another user's, too many, or it has ended.
         """
         with self._lock:
             if found.process in self._tracked:
@@ -217,7 +237,18 @@ class Registry:
             ranks = (r for r in self.registrations() if not r.found and r.role == found.role)
             if any(found.process.pid in _ancestors(self._proc, r.process.pid) for r in ranks):
                 raise ClaimRejected("the ranks that it has started are registered")
+            self._check_user(found)
             self._admit(found, detail)
+
+    def _check_user(self, found: Registration) -> None:
+        """A rule goes by the environment, in which any user can name the job of another. Raises ClaimRejected; the
+        first time it is an event."""
+        pids = (r.process.pid for r in self.registrations() if found.job and r.job == found.job)
+        user, other = self._user(found.process.pid), next((u for u in map(self._user, pids) if u), "")
+        if user and other and user != other:
+            reason = f"job {found.job} is of the user with number {other}, the process of {user}"
+            self._refused(found.process.pid, reason)
+            raise ClaimRejected(reason, for_now=True)
 
     def registrations(self) -> tuple[Registration, ...]:
         """Of all live processes."""
@@ -234,8 +265,10 @@ class Registry:
         number, detail = message.get("number"), message.get("detail")
         if type(number) is not int or not isinstance(detail, dict):
             raise ClaimRejected("exception needs number and detail")
-        if not all(isinstance(k, str) and isinstance(v, str) for k, v in detail.items()) or len(detail) > 16:
-            raise ClaimRejected("detail must be at most 16 strings")
+        if not all(isinstance(text, str) for pair in detail.items() for text in pair) or len(detail) > NUM_DETAILS_MAX:
+            raise ClaimRejected(f"detail must be at most {NUM_DETAILS_MAX} strings")
+        if any(len(name) > DETAIL_CHARACTERS_MAX for name in detail):  # values are cut, like those of every event
+            raise ClaimRejected(f"names in detail must have at most {DETAIL_CHARACTERS_MAX} characters")
         with self._lock:
             self._report_exception(tracked, number, {**detail, "number": str(number)})
 

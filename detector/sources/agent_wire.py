@@ -18,6 +18,7 @@ from rolecall.core.telemetry import (
     HEALTH_SIGNS,
     WIRE_VERSION,
     AgentEvent,
+    AgentEventKind,
     EventBatch,
     GpuSample,
     HostSample,
@@ -61,9 +62,9 @@ def checked_events(value: object, node: str) -> EventBatch:
     events = response.get("events")
     if not isinstance(events, list):
         raise InvalidAgentResponse(f"events: expected a list, got {type(events).__name__}")
-    events = _good(events, lambda e: _check_event(_mapping(e, "event"), node))
     _check_fields(response, _EVENTS, "events")
     _own(response["node"], node)
+    events = _good(events, lambda e: _check_event(_mapping(e, "event"), node), lambda e: _number_of(e, node))
     return _built(EventBatch.from_dict, {**response, "events": events})
 
 
@@ -165,22 +166,35 @@ def checked_event(value: object) -> AgentEvent:
     return _built(AgentEvent.from_dict, event)
 
 
-def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
-    """The valid rows: one process with invalid values must not hide the others. If no row is valid, raises the first
-    error."""
-    passed, first = [], None
+def _good(
+    rows: list[Any], check: Callable[[Any], None], instead: Callable[[Any], list[Any]] = lambda _: []
+) -> list[Any]:
+    """The valid rows, and what is read `instead` of each invalid one: one process with invalid values must hide neither
+    the others nor, where it is the only one, its node."""
+    found, num_invalid, first = [], 0, None
     for row in rows:
         try:
             check(row)
         except InvalidAgentResponse as e:
-            first = first or e
+            num_invalid, first = num_invalid + 1, first or e
+            found += instead(row)
         else:
-            passed.append(row)
-    if first is not None and not passed:
-        raise first
-    if first is not None:
-        logger.warning("%d of %d rows left out: %s", len(rows) - len(passed), len(rows), first)
-    return passed
+            found.append(row)
+    if num_invalid:
+        logger.warning("%d of %d rows left out: %s", num_invalid, len(rows), first)
+    return found
+
+
+def _number_of(event: object, node: str) -> list[dict[str, Any]]:
+    """Of an invalid event, an event of kind `other` with its number and time, so that a reader gets past it; empty: it
+    has none."""
+    known = event if isinstance(event, dict) else {}
+    bare = {"node": node, "kind": AgentEventKind.OTHER, **{k: known[k] for k in ("seq", "at", "wall_at") if k in known}}
+    try:
+        _check_event(bare, node)
+    except InvalidAgentResponse:
+        return []
+    return [bare]
 
 
 def _check_sample(sample: Mapping[str, Any], node: str) -> None:

@@ -63,12 +63,13 @@ _RAISED = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b.*)$
 _OWNER = re.compile(r"Owner worker exit type: (\w+)(?: Worker exit detail: (.*))?")
 _OWNER_GONE = re.compile(r"Killing leased worker because its owner('s node)? died\. worker_id=(\w+)")
 _CREATOR_DIED = "the process that created it has died"
-_MEMORY = re.compile(r"Memory on the node [^\n]*?was ([^\n]*)")
+# No pattern begins with a gap, and no gap is long: the job may write to these logs, and one long line took minutes.
+_MEMORY = re.compile(r"Memory on the node [^\n]{0,200}?was ([^\n]*)")
 _SELECTED = re.compile(r"Selected to kill: [^\n]*")
 _THRESHOLD = re.compile(r"OOM kill reason: ([^\n]*)")
-_RAYLET_TERM = re.compile(r"[^\n]*(?:received SIGTERM|Raylet graceful shutdown|UnregisterSelf)[^\n]*", re.IGNORECASE)
-_RAYLET_DEAD = re.compile(r"[^\n]*(?:marked as dead by the GCS|failed to check the health of this node)[^\n]*")
-_RESTARTS = re.compile(r"Actor is failed on worker (\w+) [^\n]*?remaining_restarts = (-?\d+)")
+_RAYLET_TERM = re.compile(r"received SIGTERM|Raylet graceful shutdown|UnregisterSelf", re.IGNORECASE)
+_RAYLET_DEAD = re.compile(r"marked as dead by the GCS|failed to check the health of this node")
+_RESTARTS = re.compile(r"Actor is failed on worker (\w+) [^\n]{0,500}?remaining_restarts = (-?\d{1,9})\b")
 _WORKER_FILE = re.compile(r"python-core-worker-([0-9a-f]{20,64})_(\d+)\.log")
 
 
@@ -171,13 +172,13 @@ def _of_memory_monitor(log: str, pid: int) -> RayDeath | None:
 
 def _of_raylet(log: str, raylet_pid: int) -> RayDeath:
     who = f"the raylet of its node (pid {raylet_pid})" if raylet_pid else "the raylet of its node"
-    dead, asked = _RAYLET_DEAD.findall(log), _RAYLET_TERM.findall(log)
+    dead, asked = _last_line(_RAYLET_DEAD, log), _last_line(_RAYLET_TERM, log)
     if dead:
         text = f"its node is lost: {who} ended, because the GCS had counted the node as dead"
-        return RayDeath(reason=RayReason.NODE_LOST, text=text, line=_plain(dead[-1])[:TEXT_CHARACTERS_MAX])
+        return RayDeath(reason=RayReason.NODE_LOST, text=text, line=dead[:TEXT_CHARACTERS_MAX])
     if asked:
         text = f"{who} was asked to end, as by `ray stop`, and Ray's workers end with it"
-        return RayDeath(reason=RayReason.NODE_STOPPED, text=text, line=_plain(asked[-1])[:TEXT_CHARACTERS_MAX])
+        return RayDeath(reason=RayReason.NODE_STOPPED, text=text, line=asked[:TEXT_CHARACTERS_MAX])
     text = f"its node is lost to Ray: {who} died without a word, and Ray's workers end with it"
     return RayDeath(reason=RayReason.NODE_LOST, text=text)
 
@@ -185,6 +186,12 @@ def _of_raylet(log: str, raylet_pid: int) -> RayDeath:
 def _last(pattern: re.Pattern[str], text: str) -> str:
     found = pattern.findall(text)
     return _plain(found[-1]) if found else ""
+
+
+def _last_line(pattern: re.Pattern[str], text: str) -> str:
+    """The last line in which it is; empty: none."""
+    starts = [m.start() for m in pattern.finditer(text)]
+    return _plain(text[text.rfind("\n", 0, starts[-1]) + 1 :].partition("\n")[0]) if starts else ""
 
 
 def _sentence(text: str) -> str:

@@ -115,6 +115,23 @@ def test_whether_ray_restarts_it_is_known_on_the_head() -> None:
     assert "restart" not in other.text
 
 
+@pytest.mark.parametrize("phrase", ["x", "Memory on the node ", "Actor is failed on worker d885 ", "Killing "])
+def test_a_long_line_is_read_in_one_go(phrase: str) -> None:
+    """Without an end of line the work grew with the square of the length: minutes for 256 KiB."""
+    long = phrase * (256 * 1024 // len(phrase))
+    assert death_of(USUAL, long, pid=7, raylet_lives=False).text.endswith("Ray's workers end with it")
+    for line in (f"{long}received sigterm", f"{long}\n[x] received SIGTERM\n{long}"):
+        found = death_of(USUAL, line, pid=7, raylet_lives=False)
+        assert found.reason is RayReason.NODE_STOPPED and found.line == line.split("\n")[line.count("\n") // 2][:400]
+    found = death_of("", long + MEMORY, pid=27669, raylet_lives=True, gcs_log=long, worker="d885")
+    assert found.reason is RayReason.OUT_OF_MEMORY and "7.81GB used" in found.text
+
+
+def test_a_number_of_restarts_that_is_none() -> None:
+    log = f"Actor is failed on worker d885 at node 94d1, remaining_restarts = {'9' * 5000}\n"
+    assert "restart" not in death_of("", MEMORY, pid=27669, raylet_lives=True, gcs_log=log, worker="d885").text
+
+
 def test_names_of_log_files() -> None:
     assert worker_of("python-core-worker-3237787a585d73afb309fc59_25392.log") == ("3237787a585d73afb309fc59", 25392)
     assert worker_of("python-core-driver-01000000ffffffffffffffff_25162.log") is None

@@ -6,8 +6,10 @@ event (`ray_worker_ended`) that follows the exit; a worker of which Ray's logs s
 `WORD_SECONDS`.
 """
 
+import errno
 import logging
 import os
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +124,8 @@ class RayWorkersCollector:
     def _fact(self, worker: RayWorker, *, is_late: bool) -> Fact | None:
         """None: Ray may still tell why."""
         name, worker_id = self._worker_file(worker)
-        stat = stat_of(self._proc, worker.raylet[0])
-        lives = stat is not None and stat.start_ticks == worker.raylet[1] and not stat.has_ended
+        raylet = stat_of(self._proc, worker.raylet[0])
+        lives = raylet is not None and raylet.start_ticks == worker.raylet[1] and not raylet.has_ended
         death = death_of(
             self._end_of(worker.logs / name) if name else "",
             self._end_of(worker.logs / "raylet.out"),
@@ -162,8 +164,12 @@ class RayWorkersCollector:
 
     def _end_of(self, path: Path, *, is_optional: bool = False) -> str:
         try:
-            with path.open("rb") as f:
-                f.seek(max(0, os.fstat(f.fileno()).st_size - LOG_BYTES_MAX))
+            # The job may write to this folder: follow no symlink, wait for no pipe.
+            with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as f:
+                about = os.fstat(f.fileno())
+                if not stat.S_ISREG(about.st_mode):
+                    raise OSError(errno.EINVAL, "not a regular file")
+                f.seek(max(0, about.st_size - LOG_BYTES_MAX))
                 return f.read(LOG_BYTES_MAX).decode("utf-8", "replace")
         except OSError as e:
             if not is_optional:

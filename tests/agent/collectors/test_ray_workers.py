@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from rolecall.agent.collectors.base import Fact
 from rolecall.agent.collectors.process.discovery import parse_discovery
 from rolecall.agent.collectors.process.ray_workers import RAYLET, WORD_SECONDS, RayWorkersCollector
 from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
@@ -27,6 +28,7 @@ from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
+from rolecall.formats.ray_logs import RayReason
 from tests.agent.processes import NODE, TOKEN
 from tests.support import eventually
 
@@ -34,25 +36,50 @@ JOB = Path(__file__).with_name("ray_job.py")
 RULES = {"defaults": False, "rules": [{"name": "probe", "title": "^ray::CauseProbe", "role": "rollout"}]}
 
 
-def test_the_log_of_an_earlier_worker_with_the_same_pid_is_not_read(tmp_path: Path) -> None:
-    proc, logs = tmp_path / "proc", tmp_path / "logs"
-    logs.mkdir()
-    for pid, name, parent in ((10, RAYLET, 1), (20, "ray::Actor", 10)):
-        (proc / str(pid)).mkdir(parents=True)
-        (proc / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {'0 ' * 17}500 {'0 ' * 29}")
-    (proc / "10" / "cmdline").write_bytes(f"raylet\0--log_dir={logs}\0".encode())
-    process = ProcessId(node=NODE, pid=20, start_ticks=500)
-    living = [Registration(process=process, replica="rollout/0", role="rollout", rank=0, incarnation=0, found=True)]
-    collector = RayWorkersCollector(lambda: tuple(living), proc=proc)
-    collector.read(0.0)
+class FakeRay:
+    """One worker of a raylet, in a copied /proc. `logs`: the log folder of its session."""
+
+    def __init__(self, folder: Path) -> None:
+        proc, self.logs = folder / "proc", folder / "logs"
+        self.logs.mkdir()
+        for pid, name, parent in ((10, RAYLET, 1), (20, "ray::Actor", 10)):
+            (proc / str(pid)).mkdir(parents=True)
+            (proc / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} {'0 ' * 17}500 {'0 ' * 29}")
+        (proc / "10" / "cmdline").write_bytes(f"raylet\0--log_dir={self.logs}\0".encode())
+        process = ProcessId(node=NODE, pid=20, start_ticks=500)
+        worker = Registration(process=process, replica="rollout/0", role="rollout", rank=0, incarnation=0, found=True)
+        self._living = [worker]
+        self._collector = RayWorkersCollector(lambda: tuple(self._living), proc=proc)
+        self._collector.read(0.0)
+
+    def death(self) -> Fact:
+        self._living.clear()
+        self._collector.read(1.0)
+        (fact,) = self._collector.read(1.0 + WORD_SECONDS).facts
+        return fact
+
+
+@pytest.fixture
+def fake_ray(tmp_path: Path) -> FakeRay:
+    return FakeRay(tmp_path)
+
+
+def test_the_log_of_an_earlier_worker_with_the_same_pid_is_not_read(fake_ray: FakeRay) -> None:
     for worker, age in (("a" * 20, 9), ("b" * 20, 1), ("c" * 20, 5)):
-        log = logs / f"python-core-worker-{worker}_20.log"
+        log = fake_ray.logs / f"python-core-worker-{worker}_20.log"
         log.write_text("")
         os.utime(log, (1000 - age, 1000 - age))
-    living.clear()
-    collector.read(1.0)
-    (fact,) = collector.read(1.0 + WORD_SECONDS).facts
-    assert fact.detail["log_file"].endswith(f"{'b' * 20}_20.log")
+    assert fake_ray.death().detail["log_file"].endswith(f"{'b' * 20}_20.log")
+
+
+def test_a_log_that_is_no_file_is_not_read(fake_ray: FakeRay, tmp_path: Path) -> None:
+    """A pipe would stop the agent; a link may lead to a file that its owner may not read."""
+    os.mkfifo(fake_ray.logs / "raylet.out")
+    other = tmp_path / "other"
+    other.write_text("Disconnect, exit_type=USER_ERROR, exit_detail=secret\n")
+    (fake_ray.logs / f"python-core-worker-{'a' * 20}_20.log").symlink_to(other)
+    death = fake_ray.death()
+    assert death.detail["reason"] == RayReason.NO_WORD and "secret" not in str(death.detail)
 
 
 class RayJob:

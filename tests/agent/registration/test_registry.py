@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +187,26 @@ def test_a_page_that_is_a_pipe_blocks_nothing(world: World, child: Child) -> Non
     assert not tracked.page_ok
 
 
+@pytest.mark.parametrize(
+    ("cgroup", "expected"),
+    [
+        ("0::/", {}),
+        ("4:memory:/slurm/uid_1000/job_4711/step_0/task_0", {"slurm_step": "4711.0"}),
+        (
+            "0::/kubepods/pod1b4e28ba-2fa1-11d2-883f-0016d3cca427/3f",
+            {"pod_uid": "1b4e28ba-2fa1-11d2-883f-0016d3cca427"},
+        ),
+    ],
+)
+def test_a_process_does_not_choose_the_pod_or_step_that_ends_with_it(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch, cgroup: str, expected: dict[str, str]
+) -> None:
+    monkeypatch.setattr(registry, "read_at_most", lambda *_: cgroup.encode())
+    told = {"pod_uid": "another", "slurm_step": "1.0", "job": "mine"}
+    world.registry.register(child.pid, claim(child, "rollout/1", detail=told))
+    assert world.reported()[0].detail == {"job": "mine", **expected}
+
+
 def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Child) -> None:
     world.register(child, "rollout/1")
     standby = Child(world.data_dir)
@@ -270,6 +290,53 @@ def test_a_process_that_started_a_rank_is_no_rank(world: World, child: Child, ra
         world.registry.discover(found, {"found_by": "slurm"})
 
 
+POD = "0::/kubepods/pod1b4e28ba-2fa1-11d2-883f-0016d3cca427/3f"
+
+
+@pytest.mark.parametrize(
+    ("job", "cgroup", "user", "is_refused"),
+    [
+        ("h:1", "0::/", 1000, False),
+        ("h:1", "0::/", 1001, True),
+        ("h:2", "0::/", 1001, False),  # a job of its own
+        ("", "0::/", 1001, False),  # of no known job
+        ("h:1", POD, 1001, False),  # pods of one job may have a user namespace each
+    ],
+)
+def test_a_process_of_another_user_is_no_rank_of_the_job(
+    world: World, child: Child, monkeypatch: pytest.MonkeyPatch, job: str, cgroup: str, user: int, is_refused: bool
+) -> None:
+    mine = os.getpid()
+
+    def read(path: str, _: int) -> bytes:
+        if path.endswith("cgroup"):
+            return cgroup.encode()
+        number = 1000 if f"/{mine}/" in path else user
+        return f"Name:\tpython\nUid:\t{number}\t0\t0\t0\n".encode()
+
+    monkeypatch.setattr(registry, "read_at_most", read)
+    first = Registration(
+        process=ProcessId(node=NODE, pid=mine, start_ticks=own_start_ticks()),
+        replica="trainer/0",
+        role="trainer",
+        rank=0,
+        incarnation=0,
+        found=True,
+        job="h:1",
+    )
+    other = replace(first, process=ProcessId(node=NODE, pid=child.pid, start_ticks=child.start_ticks), rank=1, job=job)
+    world.registry.discover(first, {"found_by": "torchrun"})
+    if not is_refused:
+        world.registry.discover(other, {"found_by": "torchrun"})
+        assert world.kinds() == ["registered"] * 2
+        return
+    for _ in range(2):
+        with pytest.raises(ClaimRejected, match="job h:1 is of the user with number 1000, the process of 1001"):
+            world.registry.discover(other, {"found_by": "torchrun"})
+        world.clock.advance(REFUSED_SECONDS)
+    assert world.kinds() == ["registered", "refused"] and len(world.registry.registrations()) == 1
+
+
 def test_an_event_of_a_stranger_is_refused(world: World, child: Child) -> None:
     with pytest.raises(ClaimRejected, match="not registered"):
         world.registry.exception(child.pid, {**claim(child, "rollout/1"), "number": 1, "detail": {}})
@@ -290,6 +357,17 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
     assert [e.detail.get("number") for e in reported[1:3]] == ["1", "2"]  # the first is not reported twice
     assert reported[2].detail["type"] == "KeyError"
     assert reported[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
+
+
+def test_an_exception_with_a_long_name_in_its_detail_is_refused(world: World, child: Child) -> None:
+    """A watch takes no such event."""
+    child.start("trainer/1")
+    world.register(child, "trainer/1")
+    message = {**claim(child, "trainer/1"), "number": 1}
+    with pytest.raises(ClaimRejected, match="at most 200 characters"):
+        world.registry.exception(child.pid, {**message, "detail": {"x" * 5000: ""}})
+    world.registry.exception(child.pid, {**message, "detail": {"message": "x" * 5000}})
+    assert [len(e.detail["message"]) for e in world.reported()[1:]] == [2000]
 
 
 def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:

@@ -53,8 +53,7 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_a_wrong_gpu_does_not_hide_its_neighbour(name: str) -> None:
     (found,) = checked(block(3, 4, **WRONG[name]))
     assert found == gpu(4)
-    with pytest.raises(InvalidAgentResponse):
-        checked(block(3, **WRONG[name]))
+    assert checked(block(3, **WRONG[name])) == ()
 
 
 def test_gpu_columns_may_be_absent_and_unknown_fields_are_ignored() -> None:

@@ -229,11 +229,44 @@ def test_a_wrong_sample_does_not_hide_its_neighbour(stack: ExitStack, name: str)
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_agent_with_nothing_but_wrong_samples_is_reported(stack: ExitStack, name: str) -> None:
+def test_wrong_samples_of_its_only_process_do_not_hide_a_node(stack: ExitStack, name: str) -> None:
     a = agent(stack, block=block(name, ["rollout/1"]))
+    a.add_event("xid", process=None, role="", replica="")
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
-    o = polled_until(source, lambda o: o.unreachable)
-    assert "invalid response" in o.unreachable[0][2]
+    o = polled_until(source, lambda o: o.events)
+    assert [str(e.kind) for e in o.events] == ["xid"] and not o.unreachable and not has_samples(o)
+
+
+WRONG_EVENTS: dict[str, dict[str, Any]] = {
+    "a long name": {"detail": {"x" * 5000: ""}},
+    "a long text": {"detail": {"message": "x" * 5000}},
+    "no detail": {"detail": None},
+    "another node": {"node": "node-9"},
+    "no replica": {"replica": "../../etc"},
+    "half a process": {"process": {"node": NODE, "pid": 42}},
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EVENTS)
+def test_a_wrong_event_hides_none_that_follows(stack: ExitStack, name: str) -> None:
+    """The agent is asked for what follows it, although nothing else came with it."""
+    a = agent(stack)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    polled_until(source, has_samples)
+    a.add_event(**WRONG_EVENTS[name], wall_at=1_700_000_012.5)
+    o = polled_until(source, lambda o: o.events)
+    assert [(str(e.kind), e.process, e.detail) for e in o.events] == [("other", None, {})] and not o.unreachable
+    a.add_event("xid")
+    o = polled_until(source, lambda o: o.events)
+    assert [(str(e.kind), e.seq) for e in o.events] == [("xid", 2)], "the wrong one does not come again"
+
+
+def test_an_event_without_a_number_is_left_out(stack: ExitStack) -> None:
+    a = agent(stack)
+    a.add_event(seq="1")
+    a.add_event("xid")
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    assert [e.seq for e in polled_until(source, lambda o: o.events).events] == [2]
 
 
 def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:

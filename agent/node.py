@@ -9,7 +9,6 @@ import hmac
 import json
 import logging
 import os
-import select
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from rolecall.agent.registration_socket import RegistrationServer
 from rolecall.agent.registry import Registry
 from rolecall.agent.samples import Sampler, SampleRing
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.descriptors import is_readable
 from rolecall.core.errors import RolecallError
 from rolecall.core.http import is_loopback
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
@@ -247,7 +247,7 @@ class Agent:
     def _loop(self) -> None:
         interval = self._settings.interval_seconds
         due = housekeeping_due = self._clock.monotonic()
-        while not select.select([self._stop_asked], [], [], max(0.0, due - self._clock.monotonic()))[0]:
+        while not is_readable(self._stop_asked, due - self._clock.monotonic()):
             self._sampler.round()
             now = self._clock.monotonic()
             if now >= housekeeping_due:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import select
 import selectors
 import socket
 import struct
@@ -25,6 +24,7 @@ from rolecall.agent.data_dir import remove
 from rolecall.agent.identity import ClaimRejected
 from rolecall.agent.reporter.sender import socket_address
 from rolecall.core.clock import Clock
+from rolecall.core.descriptors import is_readable
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class RegistrationServer:
 
     def _rest(self, seconds: float) -> None:
         """Pauses until `stop`, at most `seconds`; callers wait in the backlog."""
-        select.select([self._wake], [], [], seconds)
+        is_readable(self._wake, seconds)
 
     def _accept(self) -> None:
         self._num_in_second += 1  # counts failures too: without free descriptors `accept` fails immediately again

@@ -8,7 +8,6 @@ then signal through the pidfd, so that a reused PID cannot be hit.
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.descriptors import is_readable
 from rolecall.core.ids import ReplicaId
 from rolecall.core.proc_stat import PROC, read_stat
 from rolecall.core.rundir import NODE_ENV, RUN_ENV, RunDir
@@ -184,7 +184,7 @@ class ProcessWatch:
                 return False
             self._descriptors[key] = descriptor
         # A pidfd becomes readable when its process ends.
-        if not select.select([descriptor], [], [], 0)[0]:
+        if not is_readable(descriptor, 0.0):
             return True
         os.close(self._descriptors.pop(key))
         self._dead.add(key)

@@ -154,7 +154,10 @@ class FurtherRanks:
 
     def _watch(self) -> None:
         by_pidfd = {os.pidfd_open(process.pid): n for n, process in enumerate(self._processes)}
-        number = by_pidfd[select.select(list(by_pidfd), [], [])[0][0]]
+        poll = select.poll()  # unlike `select.select`, also of descriptors from 1024 on
+        for pidfd in by_pidfd:
+            poll.register(pidfd, select.POLLIN)
+        number = by_pidfd[poll.poll()[0][0]]
         if not self._finishing:
             code = self._processes[number].wait()
             ended = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -5,7 +5,6 @@ The guardian then resumes the target (SIGCONT), restores its CPU share and withd
 harmless when there is nothing to undo, so the guardian also runs them after a normal injection.
 """
 
-import select
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rolecall.core.descriptors import is_readable
 from rolecall.core.errors import InjectionRefused
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_group, lift_quota
@@ -37,8 +37,7 @@ def guarded(run: RunDir, pid: int, start_ticks: int) -> Iterator[None]:
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdin is not None and child.stdout is not None
         try:
-            heard = select.select([child.stdout], [], [], READY_SECONDS)[0]
-            if not heard or child.stdout.readline() != READY:
+            if not is_readable(child.stdout, READY_SECONDS) or child.stdout.readline() != READY:
                 raise InjectionRefused(f"process {pid}: no guardian could be started to resume it")
             yield
         finally:

@@ -1,7 +1,6 @@
 """`rolecall diagnose -`: what a pipe delivers is saved, and judged like a file with that content."""
 
 import os
-import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.descriptors import is_readable
 from rolecall.core.errors import UnreadableInput
 from rolecall.diagnose.diagnose import Input
 
@@ -34,7 +34,7 @@ def saved(source: BinaryIO) -> Iterator[Path]:
         clock, left = SystemClock(), BYTES_MAX
         until = clock.monotonic() + SECONDS_MAX
         with path.open("wb") as file:
-            while select.select([source], [], [], max(0.0, until - clock.monotonic()))[0]:
+            while is_readable(source, until - clock.monotonic()):
                 chunk = os.read(source.fileno(), CHUNK_BYTES)
                 if not chunk:
                     break

@@ -9,7 +9,7 @@ from typing import Any
 from rolecall.core.clock import FakeClock
 
 
-class _JumpingSelector(selectors.SelectSelector):
+class _JumpingSelector(selectors.PollSelector):
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
         self._clock = clock

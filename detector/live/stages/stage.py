@@ -149,14 +149,16 @@ def beat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: 
 
 
 def _is_waited_for(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> bool:
-    """Whether another rank of its replica stands in a step for longer than that takes."""
-    return any(
-        p.replica == subject.replica
-        and p.phase == Phase.STEP
-        and not p.gone
-        and p.stall.wall >= phase_deadline(fleet, p, config).seconds
-        for p in fleet.peers(subject)
-    )
+    """Whether another rank of its replica stands in a step for longer than that takes, or in a later collective."""
+    issued = -1 if subject.sample is None else subject.sample.collectives_issued
+    for p in fleet.peers(subject):
+        if p.replica != subject.replica or p.gone or p.sample is None:
+            continue
+        if p.phase == Phase.STEP and p.stall.wall >= phase_deadline(fleet, p, config).seconds:
+            return True
+        if p.sample.collectives_issued > issued >= 0 and p.stall.wall >= config.hang_floor_seconds:
+            return True
+    return False
 
 
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:

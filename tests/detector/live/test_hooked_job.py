@@ -492,6 +492,15 @@ def test_an_abort_that_no_skipped_collective_explains_is_a_crash(job: Job) -> No
     assert found.fault_class is FaultClass.CRASH and [s.rank for s in found.suspects] == [1]
 
 
+def test_who_holds_the_interpreter_before_a_collective_between_two_steps_is_found_soon(job: Job) -> None:
+    step = int(job.now)
+    waiting = {n: {"phase": "wait", "collectives_issued": 3 * step + 3} for n in (0, 1, 3)}
+    job.stand({2: {"phase": "wait", "collectives_issued": 3 * step + 2}, **waiting})
+    job.ranks[2].beats = False
+    (found,) = job.run(6.0)
+    assert found.fault_class is FaultClass.HANG and [s.rank for s in found.suspects] == [2]
+
+
 def test_a_process_group_that_is_created_anew_counts_from_0(job: Job) -> None:
     """As slime does between two steps."""
     others = {n: {"phase": "wait", "collectives_issued": 1} for n in (1, 2, 3)}

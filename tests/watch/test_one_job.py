@@ -45,12 +45,8 @@ def test_only_the_chosen_job_is_passed_on(job: str, pids: list[int]) -> None:
     assert [e.process.pid for e in seen.events if e.process is not None] == pids * 2
 
 
-@pytest.mark.parametrize(("job", "warns"), [("other", True), ("mine", False)])
-def test_a_job_without_a_known_process_is_warned_of_once(
-    job: str, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    clock = FakeClock()
-    source = OneJobSource(_Source(_of_two_jobs()), job, clock)
+def _said_late(source: OneJobSource, clock: FakeClock, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What it logs of processes that stay unknown; nothing at first."""
     source.poll(0.1)
     clock.advance(UNKNOWN_SECONDS - 1.0)
     source.poll(0.1)
@@ -58,7 +54,16 @@ def test_a_job_without_a_known_process_is_warned_of_once(
     for _ in range(3):
         clock.advance(UNKNOWN_SECONDS)
         source.poll(0.1)
-    said = [r.getMessage() for r in caplog.records]
+    return [r.getMessage() for r in caplog.records]
+
+
+@pytest.mark.parametrize(("job", "warns"), [("other", True), ("mine", False)])
+def test_a_job_without_a_known_process_is_warned_of_once(
+    job: str, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    source = OneJobSource(_Source(_of_two_jobs()), job, clock)
+    said = _said_late(source, clock, caplog)
     assert len(said) == warns
     assert all(text.startswith("job other: none of the 2 processes that the agents report") for text in said)
 
@@ -71,14 +76,7 @@ def test_a_node_with_processes_whose_registration_is_lost_is_warned_of_once(capl
     ]
     more = replace(seen, batches=(*seen.batches, replace(seen.batches[0], node=elsewhere, processes=tuple(lost))))
     source = OneJobSource(_Source(more), "mine", clock)
-    source.poll(0.1)
-    clock.advance(UNKNOWN_SECONDS - 1.0)
-    source.poll(0.1)
-    assert not caplog.records
-    for _ in range(3):
-        clock.advance(UNKNOWN_SECONDS)
-        source.poll(0.1)
-    (said,) = [r.getMessage() for r in caplog.records]
+    (said,) = _said_late(source, clock, caplog)
     assert said.startswith("node-2: the job of 2 processes is not known") and "of job mine" in said
 
 

@@ -110,7 +110,7 @@ def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> Non
             st.text(plain(f"also disturbs: {'; '.join(plan.also_hit)}"))
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))
-        if attempt.held_by and row.status is not plans.PlanStatus.AWAITS_APPROVAL:  # which all guards have passed
+        if attempt.held_by:
             guards = in_words(", ".join(sorted(attempt.held_by)))
             st.text(plain(f"blocked ({guards}): {'; '.join(attempt.held_because)}"))
         if attempt.decision:

@@ -10,8 +10,9 @@ From the second step on the outermost modules that are called with gradients are
 found. Then the phase is `step` from the first such call in training mode to the optimizer's end, and `wait` between two
 steps, where a job loads data, evaluates and writes checkpoints: no progress is due there; a forward pass of evaluation
 shows that it goes on. It is `wait`, too, after an evaluation or another optimizer's step within a step, up to the next
-training pass: the leading optimizer may not follow (the last microbatches of an epoch). Where modules cannot be hooked (a compiled job would be compiled again), the phase stays `wait`:
-steps are shown, and a hang is found as one between two steps.
+training pass: the leading optimizer may not follow (the last microbatches of an epoch). Where modules cannot be hooked
+(a compiled job would be compiled again), the phase stays `wait`: steps are shown, and a hang is found as one between
+two steps.
 
 A rank's own time is that of loading, of forward passes and, where the gradients of whole parameters are computed in it,
 of backward passes up to the last gradient: after it, a rank waits for the gradients of others. Of sharded parameters
